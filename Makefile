@@ -1,0 +1,41 @@
+# make demo | test | lint: each makes .venv first if it is not there.
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-slow lint format install clean help
+
+help:
+	@echo "make demo       train a small Llama on real text with Megatron-LM's own training loop, on this machine's CPUs"
+	@echo "make test       the test suite (under 15 minutes on 2 cores)"
+	@echo "make test-slow  the tests left out of it"
+	@echo "make lint       ruff"
+	@echo "make clean      remove .venv and .demo"
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo/run.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(INSTALLED)
+
+$(INSTALLED): setup.py pyproject.toml constraints.txt
+	@python=$$(bash tools/find_python.sh) || exit 1; echo "using $$python"; "$$python" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .demo

@@ -1,0 +1,51 @@
+"""``megatron-upipe``: the command-line tool."""
+
+import argparse
+import json
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from megatron_upipe import __version__
+from megatron_upipe.errors import UPipeError
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
+
+
+def info() -> dict[str, str | int | None]:
+    """What is installed, for bug reports."""
+    import torch
+
+    found: dict[str, str | int | None] = {"megatron-upipe": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    found["gpus"] = torch.cuda.device_count()
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="megatron-upipe", description="Tools around megatron_upipe. Training: python -m megatron_upipe.run --help"
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-upipe {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    info_parser = commands.add_parser("info", help="versions of what is installed, and the number of GPUs")
+    info_parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    try:
+        found = info()
+    except UPipeError as error:
+        print(f"megatron-upipe: error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:20} {'not installed' if value is None else value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Built-in GPT pre-training over ``megatron.training``, for machines without a Megatron-LM checkout.
+
+The wheel of megatron-core contains the training loop but no entry script. This one reads mock or indexed data, plain
+language-model loss only; fill-in-the-middle, SFT, packed documents and ModelOpt need a checkout's ``pretrain_gpt.py``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_upipe.errors import UPipeError
+
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+# attribute of Megatron's arguments -> flag; this entry has no code for them
+NEEDS_CHECKOUT = {
+    "sft": "--sft",
+    "fim_data": "--fim-data",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+    "mtp_num_layers": "--mtp-num-layers",
+    "logits_load_dir": "--logits-load-dir",
+}
+
+
+def main() -> None:
+    """Parses ``sys.argv`` and runs Megatron's ``pretrain()``. Raises UPipeError for flags that it has no code for."""
+    args = parse_and_validate_args()
+    for attribute, flag in NEEDS_CHECKOUT.items():
+        if getattr(args, attribute, None):
+            raise UPipeError(f"{flag} is not in the built-in GPT entry; name pretrain_gpt.py of a Megatron-LM checkout")
+    datasets_provider.is_distributed = True
+    pretrain(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        get_embedding_ranks=partial(embedding_ranks, args),
+    )
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple:
+    """Train, validation and test datasets; collective over the world."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    return BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset, num_samples, partial(_reads_data, vp_stage), config
+    ).build()
+
+
+def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
+    """One micro-batch: per-token losses ``[b, S/(P*R)]`` and the function that reduces them."""
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return losses, partial(reduce_loss, batch["loss_mask"])
+
+
+def get_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
+    """This rank's shard of the next micro-batch; all None on the inner pipeline stages."""
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(BATCH_KEYS)
+    args = get_args()
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = {}
+    if tp_rank == 0:
+        sample = next(data_iterator)
+        batch = {key: sample[key].cuda(non_blocking=True) if key in sample else None for key in BATCH_KEYS}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+
+
+def reduce_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """Summed loss of this rank's unmasked tokens, their number, and both again for the log."""
+    loss_mask = loss_mask.reshape(-1).float()
+    loss = (losses.reshape(-1).float() * loss_mask).sum()
+    tokens = loss_mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for bad, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            get_rerun_state_machine().validate_result(
+                result=loss, rejection_func=bad, message=f"{name} in this rank's loss", tolerance=0.0, fatal=True
+            )
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+
+
+def embedding_ranks(args: Namespace, pp_ranks: list[int]) -> list[int]:
+    """Pipeline ranks that hold the word embedding: the first, and the last when it shares the weight."""
+    shared = len(pp_ranks) > 1 and not args.untie_embeddings_and_output_weights
+    return [pp_ranks[0], pp_ranks[-1]] if shared else [pp_ranks[0]]
+
+
+def _reads_data(vp_stage: int | None) -> bool:
+    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)

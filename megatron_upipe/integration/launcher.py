@@ -1,0 +1,91 @@
+"""The launcher: installs the plug-in into Megatron-LM, then runs a training script or the built-in GPT entry."""
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.integration.versions import check_megatron_version
+
+OWNER = "launcher"
+
+HELP = """\
+usage: torchrun [torchrun options] -m megatron_upipe.run [script.py] <Megatron-LM flags> [plug-in flags]
+
+Runs an unmodified Megatron-LM training script (pretrain_gpt.py of a checkout) with the plug-in's flags added to
+Megatron's own, or, without a script, the built-in GPT entry on the installed megatron-core.
+
+  torchrun --nproc-per-node 8 -m megatron_upipe.run pretrain_gpt.py --num-layers 32 ...
+  torchrun --nproc-per-node 2 -m megatron_upipe.run --num-layers 2 --mock-data ...
+
+Without a GPU the CPU stand-in is used (gloo; for trying out and tests).
+--megatron-help lists Megatron's flags together with the plug-in's.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``argv`` (without the program's name). Returns the exit status; a refusal is one sentence on stderr."""
+    try:
+        return _run(argv)
+    except UPipeError as error:
+        # A refusal comes from configuration and is the same on every rank: local rank 0 speaks first, and the others
+        # only if nobody ends them meanwhile.
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(5)
+        print(f"megatron_upipe: error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _run(argv: list[str]) -> int:
+    script = argv[0] if argv and not argv[0].startswith("-") else None
+    flags = argv[1:] if script else argv
+    if flags[:1] in (["-h"], ["--help"]):
+        _print_help()
+        return 0
+    flags = ["--help" if flag == "--megatron-help" else flag for flag in flags]
+    if script is not None:
+        if not Path(script).is_file():
+            raise UPipeError(f"script {script} does not exist; name a file, or leave it out for the built-in GPT entry")
+        # As the interpreter does for a script: its own megatron/ folder wins over the installed one.
+        sys.path.insert(0, str(Path(script).resolve().parent))
+    check_megatron_version()
+    install(force_cpu="--upipe-cpu" in flags)
+    sys.argv = [script or "megatron_upipe.run", *flags]
+    if script is not None:
+        runpy.run_path(script, run_name="__main__")
+    else:
+        from megatron_upipe.integration import gpt_entry
+
+        gpt_entry.main()
+    return 0
+
+
+def install(force_cpu: bool = False) -> None:
+    """Installs the plug-in's replacements, and the CPU stand-in if asked for or if there is no GPU. Not collective.
+
+    Raises UPipeError when it is already installed, or when a GPU is there but torch cannot use it.
+    """
+    import torch
+
+    from megatron_upipe.integration import cpu, flags, metrics, startup
+    from megatron_upipe.integration.symbols import registry
+
+    if not force_cpu and not torch.cuda.is_available():
+        if Path("/dev/nvidiactl").exists():
+            raise UPipeError("this machine has an NVIDIA driver but torch cannot use it; mend it, or pass --upipe-cpu")
+        force_cpu = True
+    if force_cpu:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it with TP or CP
+        cpu.install()
+    registry.install(OWNER, [*startup.replacements(), *flags.replacements(), *metrics.replacements()])
+
+
+def _print_help() -> None:
+    from argparse import ArgumentParser
+
+    from megatron_upipe.integration.flags import add_upipe_flags
+
+    parser = add_upipe_flags(ArgumentParser(prog="megatron_upipe.run", add_help=False, usage=""))
+    print(HELP + "\n" + parser.format_help().removeprefix("usage: \n\n"), end="")

@@ -1,0 +1,27 @@
+"""Fixtures and settings shared by all tests."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# One thread a process, and glibc keeps large tensors: what the forked workers and torchrun runs inherit.
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+}
+sys.path.insert(0, str(Path(__file__).parent))
+
+from workers import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def workers():
+    """The session's pool of gloo workers."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()

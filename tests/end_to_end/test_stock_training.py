@@ -1,0 +1,60 @@
+"""Megatron's own training loop on the CPU stand-in, as a user starts it."""
+
+import os
+from pathlib import Path
+
+import pytest
+from end_to_end.training import MODEL, TRAINING, launch, train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("stock")
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder):
+    return train(folder, "one", 1)
+
+
+def assert_close(found, expected, relative):
+    assert set(found) == set(expected)
+    worst = max(abs(found[key] - expected[key]) / abs(expected[key]) for key in expected)
+    assert worst <= relative, (worst, found, expected)
+
+
+def test_trains_and_evaluates(one_rank):
+    assert one_rank["lm loss 4"] < 0.9 * one_rank["lm loss 1"]
+    assert {"validation lm loss 4", "test lm loss 4", "grad norm 4"} <= set(one_rank)
+
+
+def test_tensor_and_sequence_parallel_agree_with_one_rank(folder, one_rank):
+    two = train(folder, "tp2", 2, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert_close(two, one_rank, 1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resumed_run_repeats_the_losses_bit_for_bit(folder, ranks):
+    checkpoint = str(folder / f"checkpoint{ranks}")
+    overlap = ["--overlap-grad-reduce", "--overlap-param-gather"]
+    straight = train(folder, f"straight{ranks}", ranks, *overlap, "--save", checkpoint, "--save-interval", "2")
+    Path(checkpoint, "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = train(folder, f"resumed{ranks}", ranks, *overlap, "--load", checkpoint)
+    assert {"lm loss 3", "grad norm 4", "test lm loss 4"} <= set(resumed) and "lm loss 2" not in resumed
+    assert resumed == {key: straight[key] for key in resumed}
+
+
+def test_refusal_is_one_sentence_under_torchrun():
+    done = launch(2, *MODEL, *TRAINING, "--transformer-impl", "transformer_engine")
+    assert done.returncode != 0
+    ours = [line for line in done.stderr.splitlines() if line.startswith("megatron_upipe: error")]
+    assert ours == ["megatron_upipe: error: --transformer-impl transformer_engine needs a GPU; on a CPU it is local"]
+    assert "[rank0]" not in done.stderr, "a refusal must not end in a traceback"
+
+
+def test_unmodified_pretrain_gpt_of_a_checkout(folder, one_rank):
+    checkout = os.environ.get("MEGATRON_LM")
+    if not checkout:
+        pytest.skip("MEGATRON_LM does not name a Megatron-LM checkout (tag core_v0.19.0)")
+    found = train(folder, "checkout", 1, script=str(Path(checkout, "pretrain_gpt.py")))
+    assert_close(found, one_rank, 1e-6)

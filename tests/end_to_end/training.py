@@ -1,0 +1,54 @@
+"""Starts whole training runs as a user does, and reads their exact losses."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+MODEL = shlex.split(
+    """--num-layers 2 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 6 --group-query-attention
+    --num-query-groups 2 --seq-length 96 --max-position-embeddings 96 --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0"""
+)
+TRAINING = shlex.split(
+    """--mock-data --tokenizer-type NullTokenizer --vocab-size 256 --micro-batch-size 2 --global-batch-size 4
+    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-decay-iters 8 --train-iters 4 --eval-interval 4
+    --eval-iters 1 --log-interval 1 --use-distributed-optimizer"""
+)
+
+
+def launch(ranks: int, *flags: str, script: str | None = None, timeout: int = 300) -> subprocess.CompletedProcess:
+    """``torchrun -m megatron_upipe.run``; the caller looks at the exit status."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+            *("-m", "megatron_upipe.run", *([script] if script else []), *flags),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def train(folder: Path, name: str, ranks: int, *flags: str, script: str | None = None) -> dict[str, float]:
+    """Trains the small model; ``{"lm loss 1": ..., "grad norm 1": ..., "validation lm loss 4": ...}``."""
+    metrics = folder / f"{name}.jsonl"
+    cache = folder / "cache"
+    done = launch(
+        ranks,
+        *(*MODEL, *TRAINING, *flags, "--data-cache-path", str(cache), "--upipe-metrics", str(metrics)),
+        script=script,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found = {}
+    for line in metrics.read_text().splitlines():
+        record = json.loads(line)
+        found |= {
+            f"{key} {record['iteration']}": value for key, value in record.items() if "loss" in key or "norm" in key
+        }
+    return found

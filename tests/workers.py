@@ -1,0 +1,107 @@
+"""A persistent pool of gloo workers for multi-process tests.
+
+Importing torch and Megatron takes seconds, so the processes are forked once from a server that has imported them, and
+live as long as the test session. Each case builds its own process group and destroys it.
+
+A case is a module-level function ``case(rank, *args)``; it runs on ranks 0..world-1 and returns something picklable.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+PRELOAD = ["torch", "megatron.core.parallel_state", "megatron.core.models.gpt.gpt_model", "megatron_upipe", "workers"]
+GLOO_TIMEOUT = timedelta(seconds=60)
+CASE_TIMEOUT_S = 240
+
+
+class WorkerFailure(AssertionError):
+    """One or more ranks raised; the message has their tracebacks."""
+
+
+def _serve(connection: Any, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_upipe.integration import cpu
+
+    torch.set_num_threads(1)
+    cpu.install()
+    while True:
+        job = connection.recv()
+        if job is None:
+            return
+        case, world, store, args = job
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=GLOO_TIMEOUT
+            )
+            try:
+                result = case(rank, *args)
+            finally:
+                _forget_groups()
+            connection.send((True, result))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+def _forget_groups() -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+class WorkerPool:
+    """``run(world, case, *args)`` returns the ranks' results in order; WorkerFailure if any rank raised or hung."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._workers: list[tuple[Any, Any]] = []
+
+    def run(self, world: int, case: Callable, *args: Any) -> list[Any]:
+        while len(self._workers) < world:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for _, connection in self._workers[:world]:
+                connection.send((case, world, os.path.join(folder, "store"), args))
+            results, failures = [], []
+            for rank, (_, connection) in enumerate(self._workers[:world]):
+                if not connection.poll(CASE_TIMEOUT_S):
+                    self.close()
+                    raise WorkerFailure(f"rank {rank} of {world} did not answer in {CASE_TIMEOUT_S} s: {failures}")
+                try:
+                    good, result = connection.recv()
+                except EOFError:
+                    self.close()
+                    raise WorkerFailure(f"rank {rank} of {world} died: {failures}") from None
+                results.append(result)
+                if not good:
+                    failures.append(f"rank {rank} of {world}:\n{result}")
+        if failures:
+            raise WorkerFailure("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append((process, ours))
