@@ -30,7 +30,7 @@ def test_trains_and_evaluates(one_rank):
 
 def test_tensor_and_sequence_parallel_agree_with_one_rank(folder, one_rank):
     two = train(folder, "tp2", 2, "--tensor-model-parallel-size", "2", "--sequence-parallel")
-    assert_close(two, one_rank, 1e-5)
+    assert_close(two, one_rank, 1e-4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

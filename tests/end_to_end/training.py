@@ -15,7 +15,7 @@ MODEL = shlex.split(
 )
 TRAINING = shlex.split(
     """--mock-data --tokenizer-type NullTokenizer --vocab-size 256 --micro-batch-size 2 --global-batch-size 4
-    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-decay-iters 8 --train-iters 4 --eval-interval 4
+    --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-decay-iters 8 --train-iters 4 --eval-interval 4
     --eval-iters 1 --log-interval 1 --use-distributed-optimizer"""
 )
 
