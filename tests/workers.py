@@ -34,8 +34,9 @@ def _serve(connection: Any, rank: int) -> None:
     torch.set_num_threads(1)
     cpu.install()
     while True:
-        job = connection.recv()
-        if job is None:
+        try:
+            job = connection.recv()
+        except EOFError:  # the test session is over
             return
         case, world, store, args = job
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
@@ -89,7 +90,7 @@ class WorkerPool:
                 if not good:
                     failures.append(f"rank {rank} of {world}:\n{result}")
         if failures:
-            raise WorkerFailure("\n".join(failures))
+            raise WorkerFailure(f"{len(failures)} of {world} ranks failed; the first:\n{failures[0]}")
         return results
 
     def close(self) -> None:

@@ -1,0 +1,292 @@
+"""UPipe's forward and backward by stages, as plain functions on tensors and a plan.
+
+Forward, for each stage: project the stage's rows, q/k norm and RoPE, exchange, ring attention, exchange back into the
+stage's heads of one output. Backward rebuilds q, k and v of a stage from x, takes out and lse from the keep store, and
+leaves each weight row its gradient once. Collective: all ranks of the Ulysses and ring groups call with equal shapes.
+
+Source: arXiv 2602.21196; the schedule of heads is in ``schedule.py``, the letters in ``megatron_upipe.context``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_upipe.attention.gradients import InputGradient, WeightGradient
+from megatron_upipe.attention.heads import key_value_rows, projection_columns, query_heads, query_rows
+from megatron_upipe.attention.schedule import HeadSchedule, Stage
+from megatron_upipe.context.exchange import to_heads, to_sequence
+from megatron_upipe.context.groups import ContextGroups
+from megatron_upipe.context.merge import accumulation_dtype
+from megatron_upipe.context.ring import ring_backward, ring_forward
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.kernels.protocol import Kernel
+from megatron_upipe.memory.keep_store import KeptAttention
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What does not change from call to call."""
+
+    schedule: HeadSchedule
+    groups: ContextGroups
+    kernel: Kernel
+    head_dim: int
+    scale: float
+    causal: bool
+    fuse_weight_gradients: bool = False
+
+    def describe(self) -> str:
+        """One line for the log: heads, stages, U, P, R, kernel."""
+        s = self.schedule
+        return (
+            f"{s.query_heads} query and {s.kv_heads} KV heads of size {self.head_dim} per tensor-parallel rank, "
+            f"{len(s.stages)} stages of U = {s.heads_per_stage} heads, P = {s.ulysses_size} (Ulysses) x "
+            f"R = {self.groups.layout.ring_size} (ring), kernel {self.kernel.name}"
+        )
+
+
+class AttentionWeights(NamedTuple):
+    """Megatron's parameters of this tensor-parallel rank."""
+
+    qkv: Tensor  # [K*(g+2)*d, hidden]
+    qkv_bias: Tensor | None  # [K*(g+2)*d]
+    proj: Tensor  # [hidden, H*d]
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """Norm and RoPE of one call, [s, b, n, d] -> the same shape, on this rank's tokens.
+
+    ``parameters`` are the norms' weights and biases, whose gradients are wanted in that order.
+    """
+
+    query: Callable[[Tensor], Tensor]
+    key: Callable[[Tensor], Tensor]
+    parameters: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """Which gradients are wanted; those of the elementwise parameters in their order."""
+
+    x: bool
+    qkv: bool
+    qkv_bias: bool
+    proj: bool
+    elementwise: tuple[bool, ...] = ()
+
+
+@dataclass
+class AttentionGradients:
+    """None where no gradient was asked for. Owned by the caller."""
+
+    x: Tensor | None
+    qkv: Tensor | None
+    qkv_bias: Tensor | None
+    proj: Tensor | None
+    elementwise: list[Tensor | None] = field(default_factory=list)
+
+
+def attention_forward(
+    x: Tensor, weights: AttentionWeights, elementwise: Elementwise, plan: AttentionPlan, segments: None = None
+) -> KeptAttention:
+    """Attention of ``x`` [s, b, hidden], this rank's tokens, before the output projection.
+
+    ``segments`` (packed documents) must be None in this version. Stores nothing for autograd. The result is owned by
+    the caller. Collective.
+    """
+    _refuse_segments(segments)
+    schedule = plan.schedule
+    s, b, _ = x.shape
+    out = x.new_empty(s, b, schedule.query_heads, plan.head_dim)
+    lse = []
+    for stage in schedule.stages:
+        if stage.begins_block:
+            key, value = _project_keys_values(x, weights, stage.block, plan)
+            k, v = _exchange_keys_values(elementwise.key(key), value, plan)
+        q = to_heads(elementwise.query(_project_queries(x, weights, stage, plan)), plan.groups.ulysses)
+        stage_out, stage_lse = ring_forward(plan.kernel, q, k, v, plan.causal, plan.scale, plan.groups.ring)
+        view = query_heads(out, schedule, stage, axis=2)
+        view.copy_(to_sequence(stage_out, plan.groups.ulysses).view(view.shape))
+        lse.append(stage_lse)
+    return KeptAttention(out.flatten(2), tuple(lse))
+
+
+def attention_backward(
+    dy: Tensor,
+    x: Tensor,
+    kept: KeptAttention,
+    weights: AttentionWeights,
+    elementwise: Elementwise,
+    plan: AttentionPlan,
+    needs: AttentionNeeds,
+    segments: None = None,
+) -> AttentionGradients:
+    """Gradients of ``attention_forward`` followed by the output projection ``y = out @ proj^T``.
+
+    ``dy`` and ``x`` are [s, b, hidden], this rank's tokens, whole along the hidden axis; dx lacks the sum over the
+    tensor-parallel group, weight gradients that over data and context parallel ranks. Collective, whatever ``needs``.
+    """
+    _refuse_segments(segments)
+    backward = _Backward(dy, x, kept, weights, elementwise, plan, needs)
+    for stage, lse in zip(plan.schedule.stages, kept.lse, strict=True):
+        if stage.begins_block:
+            backward.begin_block(stage.block)
+        backward.stage(stage, lse)
+        if stage.ends_block:
+            backward.end_block(stage.block)
+    return backward.gradients()
+
+
+class _Backward:
+    """State of one ``attention_backward``: running sums, and K and V of the current block."""
+
+    def __init__(self, dy, x, kept, weights, elementwise, plan, needs) -> None:
+        schedule = plan.schedule
+        self.dy, self.x, self.kept = dy, x, kept
+        self.weights, self.elementwise, self.plan, self.needs = weights, elementwise, plan, needs
+        additions = len(schedule.stages) + schedule.grid[0]
+        self.dx = InputGradient(x, additions) if needs.x else None
+        fuse = plan.fuse_weight_gradients
+        self.dqkv = WeightGradient(weights.qkv, fuse) if needs.qkv else None
+        self.dbias = WeightGradient(weights.qkv_bias, fuse) if needs.qkv_bias else None
+        self.dproj = WeightGradient(weights.proj, fuse) if needs.proj else None
+        self.wanted = [p for p, n in zip(elementwise.parameters, needs.elementwise, strict=True) if n]
+        self.delementwise: list[Tensor | None] = [None] * len(self.wanted)
+
+    def begin_block(self, block: int) -> None:
+        key, value = _project_keys_values(self.x, self.weights, block, self.plan)
+        self.raw_key = key.requires_grad_()
+        with torch.enable_grad():
+            self.key = self.elementwise.key(self.raw_key)
+        self.k, self.v = _exchange_keys_values(self.key.detach(), value, self.plan)
+        self.dk = self.dv = None
+
+    def stage(self, stage: Stage, lse: Tensor) -> None:
+        plan, ulysses = self.plan, self.plan.groups.ulysses
+        raw = _project_queries(self.x, self.weights, stage, plan).requires_grad_()
+        with torch.enable_grad():
+            query = self.elementwise.query(raw)
+        q = to_heads(query.detach(), ulysses)
+
+        out = query_heads(self.kept.out.unflatten(2, (plan.schedule.query_heads, -1)), plan.schedule, stage, axis=2)
+        out = out.reshape(raw.shape)
+        columns = partial(projection_columns, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim)
+        dout = self.dy @ columns(self.weights.proj).reshape(self.dy.shape[-1], -1)
+        if self.dproj is not None:
+            self.dproj.write(columns, _flat(self.dy).t() @ _flat(out.flatten(2)))
+        out, dout = to_heads(out, ulysses), to_heads(dout.view(raw.shape), ulysses)
+
+        dq, dk, dv = ring_backward(
+            plan.kernel, dout, q, self.k, self.v, out, lse, plan.causal, plan.scale, plan.groups.ring
+        )
+        self._add_keys_values(stage, dk, dv)
+        dq = to_sequence(dq.to(raw.dtype), ulysses)
+        dq = self._through_elementwise(query, raw, dq)
+        self._project_back(dq, partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim))
+
+    def end_block(self, block: int) -> None:
+        plan, dtype = self.plan, self.raw_key.dtype
+        c, copies = plan.schedule.kv_per_rank, plan.schedule.copies
+        dkv = to_sequence(torch.cat((self.dk.to(dtype), self.dv.to(dtype)), dim=1), plan.groups.ulysses)
+        dkv = dkv.unflatten(2, (-1, copies, 2, c))
+        if copies > 1:
+            dkv = dkv.sum(3, keepdim=True, dtype=accumulation_dtype(dtype)).to(dtype)
+        dkey, dvalue = dkv.squeeze(3).unbind(3)  # [s, b, P/copies, c, d]
+        dkey = self._through_elementwise(self.key, self.raw_key, dkey.flatten(2, 3))
+        dkv = torch.stack((dkey.view(dvalue.shape), dvalue), dim=3)
+        self._project_back(dkv, partial(key_value_rows, schedule=plan.schedule, block=block, head_dim=plan.head_dim))
+        self.k = self.v = self.dk = self.dv = self.raw_key = self.key = None
+
+    def gradients(self) -> AttentionGradients:
+        found = iter(self.delementwise)
+        return AttentionGradients(
+            x=self.dx and self.dx.result(),
+            qkv=self.dqkv and self.dqkv.result(),
+            qkv_bias=self.dbias and self.dbias.result(),
+            proj=self.dproj and self.dproj.result(),
+            elementwise=[next(found) if needed else None for needed in self.needs.elementwise],
+        )
+
+    def _add_keys_values(self, stage: Stage, dk: Tensor, dv: Tensor) -> None:
+        """dK and dV of a block's stages are summed in accumulation dtype."""
+        if stage.begins_block and stage.ends_block:
+            self.dk, self.dv = dk, dv
+        elif stage.begins_block:
+            dtype = accumulation_dtype(dk.dtype)
+            self.dk, self.dv = dk.to(dtype), dv.to(dtype)
+        else:
+            self.dk += dk
+            self.dv += dv
+
+    def _through_elementwise(self, output: Tensor, raw: Tensor, gradient: Tensor) -> Tensor:
+        """Gradient of ``raw``; those of the norms' parameters are added up in accumulation dtype."""
+        if output is raw:
+            return gradient
+        draw, *rest = torch.autograd.grad(output, (raw, *self.wanted), gradient, allow_unused=True)
+        for i, extra in enumerate(rest):
+            if extra is not None:
+                extra = extra.to(accumulation_dtype(extra.dtype))
+                self.delementwise[i] = extra if self.delementwise[i] is None else self.delementwise[i] + extra
+        return draw
+
+    def _project_back(self, gradient: Tensor, rows: Callable[[Tensor], Tensor]) -> None:
+        """dx, and the gradients of the weight's and bias's ``rows``, from that of their projection [s, b, ...]."""
+        flat = _flat(gradient.flatten(2))
+        if self.dx is not None:
+            self.dx.add(flat, rows(self.weights.qkv).reshape(flat.shape[1], -1))
+        if self.dqkv is not None:
+            self.dqkv.write(rows, flat.t() @ _flat(self.x))
+        if self.dbias is not None:
+            self.dbias.write(rows, flat.sum(0, dtype=accumulation_dtype(flat.dtype)))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """[s, b, n] -> [s*b, n]."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _project(x: Tensor, weights: AttentionWeights, rows: Callable[[Tensor], Tensor]) -> Tensor:
+    """[s, b, hidden] -> [s, b, number of rows]; the rows are gathered into a small copy."""
+    weight = rows(weights.qkv).reshape(-1, x.shape[-1])
+    bias = None if weights.qkv_bias is None else rows(weights.qkv_bias).reshape(-1)
+    return F.linear(x, weight, bias)
+
+
+def _project_queries(x: Tensor, weights: AttentionWeights, stage: Stage, plan: AttentionPlan) -> Tensor:
+    """[s, b, U, d], heads rank-major."""
+    rows = partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim)
+    return _project(x, weights, rows).unflatten(2, (plan.schedule.heads_per_stage, plan.head_dim))
+
+
+def _project_keys_values(x: Tensor, weights: AttentionWeights, block: int, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+    """Keys and values of the block, each [s, b, P/copies * c, d], heads rank-major."""
+    rows = partial(key_value_rows, schedule=plan.schedule, block=block, head_dim=plan.head_dim)
+    kv = _project(x, weights, rows).unflatten(2, (-1, 2, plan.schedule.kv_per_rank, plan.head_dim))
+    key, value = kv.unbind(3)
+    return key.flatten(2, 3), value.flatten(2, 3)
+
+
+def _exchange_keys_values(key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+    """K and V [s, b, P/copies * c, d] -> those of this rank, [b, c, L, d] each, in one exchange.
+
+    A KV head that several ranks attend is sent to each of them.
+    """
+    by_rank = (2, (-1, plan.schedule.kv_per_rank))
+    pairs = torch.stack((key.unflatten(*by_rank), value.unflatten(*by_rank)), dim=3)  # [s, b, P/copies, 2, c, d]
+    if plan.schedule.copies > 1:
+        pairs = pairs.repeat_interleave(plan.schedule.copies, dim=2)
+    k, v = to_heads(pairs.flatten(2, 4), plan.groups.ulysses).chunk(2, dim=1)
+    return k, v
+
+
+def _refuse_segments(segments: None) -> None:
+    if segments is not None:
+        raise UPipeError("packed documents (segments) are not supported by UPipe in this version")

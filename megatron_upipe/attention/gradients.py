@@ -1,0 +1,68 @@
+"""Gradients of weights that are written piece by piece, each row or column once a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class WeightGradient:
+    """Collects the gradient of one parameter; ``result`` is what ``backward`` returns for it.
+
+    With ``fuse`` and a ``main_grad`` on the parameter, pieces are added to ``main_grad`` in its own precision, as
+    Megatron's gradient accumulation fusion does; otherwise they are written into a gradient of the parameter's dtype.
+    """
+
+    def __init__(self, parameter: Tensor, fuse: bool) -> None:
+        self._parameter = parameter
+        self._fused = fuse and getattr(parameter, "main_grad", None) is not None
+        self._target = parameter.main_grad if self._fused else torch.empty_like(parameter)
+
+    def write(self, part: Callable[[Tensor], Tensor], gradient: Tensor) -> None:
+        """``part`` maps the parameter to the view that ``gradient`` (any shape of that size) belongs to."""
+        view = part(self._target)
+        if self._fused:
+            view.add_(gradient.view(view.shape))
+        else:
+            view.copy_(gradient.view(view.shape))
+
+    def result(self) -> Tensor:
+        """The gradient; for a fused one a placeholder, after telling DDP that ``main_grad`` has it."""
+        if not self._fused:
+            return self._target
+        parameter = self._parameter
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return None
+        parameter.grad_added_to_main_grad = True
+        make = torch.zeros if getattr(parameter, "zero_out_wgrad", False) else torch.empty
+        return make(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+class InputGradient:
+    """Sum of ``additions`` matrix products [tokens, hidden].
+
+    Summed in the input's dtype up to 8 additions, else in fp32: more roundings to bf16 than that show.
+    """
+
+    MOST_IN_LOW_PRECISION = 8
+
+    def __init__(self, like: Tensor, additions: int) -> None:
+        self._dtype = like.dtype
+        dtype = like.dtype
+        if additions > self.MOST_IN_LOW_PRECISION:
+            dtype = torch.promote_types(dtype, torch.float32)
+        self._sum = torch.zeros_like(like, dtype=dtype)
+
+    def add(self, gradient: Tensor, rows: Tensor) -> None:
+        """Adds ``gradient`` [s, b, n] times ``rows`` [n, hidden]."""
+        total = self._sum.view(-1, self._sum.shape[-1])
+        gradient = gradient.reshape(-1, rows.shape[0])
+        if total.dtype == gradient.dtype:
+            total.addmm_(gradient, rows)
+        else:
+            total.add_(gradient @ rows)
+
+    def result(self) -> Tensor:
+        return self._sum.to(self._dtype)

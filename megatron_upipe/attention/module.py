@@ -1,0 +1,285 @@
+"""UPipeSelfAttention: Megatron's SelfAttention with its parameters, names and initialisation, computed by UPipe."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_upipe.attention.core import AttentionPlan, AttentionWeights, Elementwise
+from megatron_upipe.attention.function import AttentionCall, UPipeAttentionFunction
+from megatron_upipe.attention.rotary import exact_angles
+from megatron_upipe.attention.schedule import head_schedule
+from megatron_upipe.config import UPipeConfig, check_model, check_parallelism
+from megatron_upipe.context.groups import ContextGroups, context_groups
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.kernels.select import select_kernel
+
+
+class _ReturnsParameters:
+    """Called without input, a linear returns its weight and bias.
+
+    UPipe multiplies by pieces of the weight itself, but reads it through the module's call: DDP and FSDP gather
+    parameters in hooks of that call.
+    """
+
+    def forward(self, input_: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if input_ is None:
+            return self.weight, self.bias
+        return super().forward(input_, *args, **kwargs)
+
+
+class UPipeColumnParallelLinear(_ReturnsParameters, ColumnParallelLinear):
+    """``linear_qkv``."""
+
+
+class UPipeRowParallelLinear(_ReturnsParameters, RowParallelLinear):
+    """``linear_proj``."""
+
+
+class _NoCoreAttention(torch.nn.Module):
+    """Stands where Megatron builds its core attention, which refuses context parallelism or would go unused."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+class UPipeSelfAttention(SelfAttention):
+    """Self-attention [s/TP or s, b, hidden] -> the same shape and the output bias.
+
+    With one context-parallel rank, the stock attention runs. Settings come from ``config.upipe`` (a UPipeConfig).
+    Building it raises UPipeError for what is not supported; it is not collective.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.upipe: UPipeConfig = getattr(config, "upipe", None) or UPipeConfig()
+        groups = _context_groups(config, pg_collection)
+        self.context_parallel = groups.layout.size > 1
+        if self.context_parallel:
+            check_model(config)
+            if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+                raise UPipeError(f"attention mask type {attn_mask_type.name} is not supported by UPipe; use causal")
+            submodules = replace(submodules, core_attention=_NoCoreAttention)
+        super().__init__(
+            config=config,
+            submodules=submodules,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection,
+            **kwargs,
+        )
+        if self.context_parallel:
+            self.plan = self._make_plan(groups)
+            _announce(self.describe())
+
+    def describe(self) -> str:
+        """The active plan in one line."""
+        if not self.context_parallel:
+            return "one context-parallel rank: Megatron's own attention"
+        return f"{self.plan.describe()}, rope {self.upipe.rope}"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: int | None = None,
+        *,
+        inference_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As Megatron's; collective over the tensor- and context-parallel groups when P*R > 1."""
+        given = {
+            "key_value_states": key_value_states,
+            "rotary_pos_cos": rotary_pos_cos,
+            "rotary_pos_sin": rotary_pos_sin,
+            "rotary_pos_cos_sin": rotary_pos_cos_sin,
+            "attention_bias": attention_bias,
+            "packed_seq_params": packed_seq_params,
+            "sequence_len_offset": sequence_len_offset,
+        }
+        inference = inference_context if inference_context is not None else inference_params
+        if not self.context_parallel:
+            return super().forward(
+                hidden_states, attention_mask, inference_context=inference, rotary_pos_emb=rotary_pos_emb, **given
+            )
+        if inference is not None:
+            raise UPipeError(
+                "inference with context parallelism is not supported by UPipe; generate with the stock spec, from the "
+                "same checkpoint"
+            )
+        if attention_mask is not None:
+            raise UPipeError(
+                "an attention mask was given to UPipe, which applies the causal mask itself; "
+                "pass --no-create-attention-mask-in-dataloader"
+            )
+        for name, value in given.items():
+            if value is not None:
+                raise UPipeError(f"{name} is not supported by UPipe with context parallelism; pass None")
+        weights = self._weights()
+        elementwise = self._elementwise(rotary_pos_emb, hidden_states)
+        sequence_parallel = self.linear_qkv.sequence_parallel
+        call = AttentionCall(
+            plan=self.plan,
+            elementwise=elementwise,
+            weights=self._weights,
+            project=lambda out: self.linear_proj(out)[0],
+            gather=self._gather if sequence_parallel else _same,
+            reduce_input=self._reduce_scatter if sequence_parallel else self._reduce,
+        )
+        output = UPipeAttentionFunction.apply(
+            torch.is_grad_enabled(), call, hidden_states, *weights, *elementwise.parameters
+        )
+        return output, self.linear_proj.bias
+
+    def _make_plan(self, groups: ContextGroups) -> AttentionPlan:
+        config = self.config
+        check_parallelism(
+            query_heads=config.num_attention_heads,
+            kv_heads=config.num_query_groups,
+            tensor_parallel_size=self.world_size,
+            context_parallel_size=groups.layout.size,
+            hierarchical_sizes=[groups.layout.ulysses_size, groups.layout.ring_size],
+            heads_per_stage=self.upipe.heads_per_stage,
+            sequence_length=None,
+            sequence_parallel=config.sequence_parallel,
+        )
+        head_dim = self.hidden_size_per_attention_head
+        weight = self.linear_qkv.weight
+        return AttentionPlan(
+            schedule=head_schedule(
+                self.num_attention_heads_per_partition,
+                self.num_query_groups_per_partition,
+                groups.layout.ulysses_size,
+                self.upipe.heads_per_stage,
+            ),
+            groups=groups,
+            kernel=select_kernel(weight.device, weight.dtype, head_dim),
+            head_dim=head_dim,
+            scale=config.softmax_scale if config.softmax_scale is not None else 1 / math.sqrt(head_dim),
+            causal=self.attn_mask_type == AttnMaskType.causal,
+            fuse_weight_gradients=config.gradient_accumulation_fusion,
+        )
+
+    def _weights(self) -> AttentionWeights:
+        """The parameters, through their modules' calls."""
+        for name, kind in (("linear_qkv", UPipeColumnParallelLinear), ("linear_proj", UPipeRowParallelLinear)):
+            linear = getattr(self, name)
+            if type(linear) is not kind or linear.weight.grad_fn is not None or linear._forward_hooks:
+                raise UPipeError(
+                    f"{name} is wrapped, hooked or its weight is computed ({type(linear).__name__}); UPipe reads the "
+                    "weight itself and would bypass that; use the stock spec for it"
+                )
+        qkv, bias = self.linear_qkv()
+        proj, _ = self.linear_proj()
+        return AttentionWeights(qkv, bias, proj)
+
+    def _elementwise(self, rotary_pos_emb: Any, hidden_states: Tensor) -> Elementwise:
+        """q/k norm and RoPE of this call's tokens."""
+        angles = self._angles(rotary_pos_emb, hidden_states)
+        norms = [norm for norm in (self.q_layernorm, self.k_layernorm) if norm is not None]
+
+        def make(norm: Any, freqs: Tensor | None) -> Any:
+            def apply(t: Tensor) -> Tensor:
+                if norm is not None:
+                    t = norm(t)
+                if freqs is not None:
+                    t = apply_rotary_pos_emb(
+                        t,
+                        freqs,
+                        config=self.config,
+                        mscale=self._yarn_concentration_factor,
+                        cp_group=self.pg_collection.cp,
+                    )
+                return t
+
+            return apply
+
+        return Elementwise(
+            query=make(self.q_layernorm, angles[0]),
+            key=make(self.k_layernorm, angles[1]),
+            parameters=tuple(p for norm in norms for p in norm.parameters()),
+        )
+
+    def _angles(self, rotary_pos_emb: Any, hidden_states: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """RoPE angles of queries and keys, [s, 1, 1, rotary_dim] each; None for layers without RoPE."""
+        config = self.config
+        if rotary_pos_emb is None or (config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]):
+            return None, None
+        if self.upipe.rope == "stock":
+            return rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        groups = self.plan.groups
+        tokens = hidden_states.shape[0] * (self.world_size if self.linear_qkv.sequence_parallel else 1)
+        angles = exact_angles(
+            groups.layout,
+            groups.rank,
+            tokens * groups.layout.size,
+            self.upipe.rotary,
+            self.hidden_size_per_attention_head,
+            config.rotary_interleaved,
+            hidden_states.device,
+        )
+        return angles, angles
+
+    def _gather(self, shard: Tensor) -> Tensor:
+        return gather_from_sequence_parallel_region(shard, group=self.pg_collection.tp)
+
+    def _reduce_scatter(self, gradient: Tensor) -> Tensor:
+        return reduce_scatter_to_sequence_parallel_region(gradient, group=self.pg_collection.tp)
+
+    def _reduce(self, gradient: Tensor) -> Tensor:
+        return reduce_from_tensor_model_parallel_region(gradient, group=self.pg_collection.tp)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _context_groups(config: TransformerConfig, pg_collection: Any) -> ContextGroups:
+    """From the collection that Megatron hands down, or from its global state for callers that give none."""
+    sizes = config.hierarchical_context_parallel_sizes
+    hierarchical = getattr(pg_collection, "hcp", None)
+    if hierarchical is None and sizes:
+        hierarchical = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
+    context = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+    return context_groups(context, hierarchical, sizes)
+
+
+_announced: set[str] = set()
+
+
+def _announce(plan: str) -> None:
+    """Prints each plan once, on rank 0."""
+    if plan not in _announced and torch.distributed.get_rank() == 0:
+        print(f"megatron_upipe: {plan}", flush=True)
+    _announced.add(plan)

@@ -1,0 +1,56 @@
+"""Exact RoPE angles: fp64, reduced modulo 2 pi, for the local tokens only.
+
+Megatron multiplies fp32 positions by fp32 frequencies; at 8M tokens the product is off by up to 0.25 rad. The angles
+made here replace that table in Megatron's own ``apply_rotary_pos_emb``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron_upipe.config import RotarySettings
+from megatron_upipe.context.layout import SequenceLayout
+
+# Llama 3's frequency scaling (Meta, Llama 3.1 model card): factors and the context length it was trained at.
+LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR, ORIGINAL_LENGTH = 1.0, 4.0, 8192
+
+
+def inverse_frequencies(settings: RotarySettings, head_dim: int) -> Tensor:
+    """fp64 [rotary_dim / 2]: radians per token."""
+    dim = int(head_dim * settings.percent)
+    frequencies = settings.base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    factor = settings.llama3_scaling_factor
+    if factor is None:
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (ORIGINAL_LENGTH / wavelengths - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
+    smooth = smooth.clamp(0, 1)  # 0: low frequencies, divided by the factor; 1: high ones, unchanged
+    return smooth * frequencies + (1 - smooth) * frequencies / factor
+
+
+@lru_cache(maxsize=4)
+def exact_angles(
+    layout: SequenceLayout,
+    rank: int,
+    length: int,
+    settings: RotarySettings,
+    head_dim: int,
+    interleaved: bool,
+    device: torch.device,
+) -> Tensor:
+    """fp32 angles [s, 1, 1, rotary_dim] of context-parallel rank ``rank``, in Megatron's arrangement of pairs.
+
+    Cached and shared: not to be written to.
+    """
+    positions = torch.cat([torch.arange(half.start, half.stop) for half in layout.positions(rank, length)])
+    positions = positions.to(device=device, dtype=torch.float64)
+    if settings.interpolation_factor is not None:
+        positions = positions / settings.interpolation_factor
+    angles = torch.outer(positions, inverse_frequencies(settings, head_dim).to(device))
+    angles = torch.remainder(angles, 2 * math.pi).float()
+    angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    return angles[:, None, None, :]

@@ -1,0 +1,151 @@
+"""UPipeConfig: every setting of the plug-in, and the checks of what it supports.
+
+Layers read ``config.upipe`` on Megatron's TransformerConfig and never Megatron's global arguments. The checks are pure
+functions of attributes, so that they serve Megatron's arguments (before anything is built) and its TransformerConfig
+(for training loops that have no such arguments) alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_upipe.attention.schedule import head_schedule
+from megatron_upipe.context.groups import check_sizes
+from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.errors import UPipeError
+
+ROPE_MODES = ("stock", "exact")
+# Below this many tokens Megatron's fp32 RoPE angles are off by at most 0.004 rad; at 8M by 0.25 rad.
+EXACT_ROPE_FROM = 128 * 1024
+
+
+@dataclass(frozen=True)
+class RotarySettings:
+    """What Megatron's RotaryEmbedding is built from; needed to compute exact angles."""
+
+    base: float = 10000.0
+    percent: float = 1.0
+    llama3_scaling_factor: float | None = None  # None: no scaling
+    interpolation_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class UPipeConfig:
+    """Settings of UPipe, the same on all ranks. Set as ``upipe`` on the TransformerConfig."""
+
+    heads_per_stage: int | None = None
+    """U: query heads of a stage over the Ulysses group; None means P, the least memory."""
+    rope: str = "stock"
+    """``stock``: Megatron's fp32 angles. ``exact``: angles in fp64, reduced modulo 2 pi; needs ``rotary``."""
+    rotary: RotarySettings | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope not in ROPE_MODES:
+            raise UPipeError(f"--upipe-rope {self.rope} does not exist; choose {' or '.join(ROPE_MODES)}")
+        if self.rope == "exact" and self.rotary is None:
+            raise UPipeError("--upipe-rope exact needs the rotary settings; set UPipeConfig.rotary, or use stock")
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """One attribute that must not hold certain values under UPipe with P*R > 1."""
+
+    attribute: str
+    refused: Callable[[Any], Any]
+    flag: str
+    instead: str
+
+
+# Attributes that exist under the same name in Megatron's arguments and in its TransformerConfig.
+_MODEL = (
+    _Refusal("attention_dropout", bool, "--attention-dropout", "set it to 0"),
+    _Refusal("hidden_dropout", bool, "--hidden-dropout", "set it to 0"),
+    _Refusal("fp32_residual_connection", bool, "--fp32-residual-connection", "leave it out"),
+    _Refusal("multi_latent_attention", bool, "--multi-latent-attention", "leave it out"),
+    _Refusal("mtp_num_layers", bool, "--mtp-num-layers", "leave it out"),
+    _Refusal("window_size", lambda v: v is not None, "--window-size", "leave it out"),
+    _Refusal("softmax_type", lambda v: v != "vanilla", "--softmax-type", "use vanilla"),
+    _Refusal("hybrid_context_parallel", bool, "--hybrid-context-parallel", "leave it out"),
+    _Refusal("dynamic_context_parallel", bool, "--dynamic-context-parallel", "leave it out"),
+    _Refusal("attention_output_gate", bool, "--attention-output-gate", "leave it out"),
+    _Refusal("experimental_attention_variant", bool, "--experimental-attention-variant", "leave it out"),
+    _Refusal("qk_clip", bool, "--qk-clip", "leave it out"),
+    _Refusal("mrope_section", bool, "--mrope-section", "leave it out"),
+    _Refusal("fp8", bool, "--fp8-format", "leave it out"),
+    _Refusal("fp4", bool, "--fp4-format", "leave it out"),
+    _Refusal("cpu_offloading", bool, "--cpu-offloading-num-layers", "leave it out"),
+    _Refusal(
+        "fine_grained_activation_offloading", bool, "--fine-grained-activation-offloading", "leave it out"
+    ),
+)
+
+# Attributes of Megatron's arguments only.
+_TRAINING = (
+    _Refusal(
+        "position_embedding_type", lambda v: v not in ("rope", "none"), "--position-embedding-type", "use rope or none"
+    ),
+    _Refusal("sft", bool, "--sft", "leave it out"),
+    _Refusal("dataloader_inter_document_masking", bool, "--dataloader-inter-document-masking", "leave it out"),
+    _Refusal("reset_attention_mask", bool, "--reset-attention-mask", "leave it out"),
+    _Refusal("reset_position_ids", bool, "--reset-position-ids", "leave it out"),
+    _Refusal("use_megatron_fsdp", bool, "--use-megatron-fsdp", "use --use-distributed-optimizer"),
+    _Refusal("use_torch_fsdp2", bool, "--use-torch-fsdp2", "use --use-distributed-optimizer"),
+)
+
+
+def check_model(config: Any, training: bool = False) -> None:
+    """Raises UPipeError if ``config`` (a TransformerConfig, or arguments with ``training``) asks for what is unsupported.
+
+    To be called only when P*R > 1: with one context-parallel rank the stock attention runs.
+    """
+    for rule in _MODEL + (_TRAINING if training else ()):
+        value = getattr(config, rule.attribute, None)
+        if value is not None and rule.refused(value):
+            shown = rule.flag if value is True else f"{rule.flag} {_shown(value)}"
+            raise UPipeError(f"{shown} is not supported by UPipe with context parallelism; {rule.instead}")
+    if getattr(config, "recompute_granularity", None) == "selective":
+        modules = getattr(config, "recompute_modules", None) or []
+        if "core_attn" in modules:
+            raise UPipeError(
+                "--recompute-modules core_attn does nothing under UPipe, which recomputes by itself; leave core_attn out"
+            )
+
+
+def check_parallelism(
+    *,
+    query_heads: int,
+    kv_heads: int,
+    tensor_parallel_size: int,
+    context_parallel_size: int,
+    hierarchical_sizes: list[int] | None,
+    heads_per_stage: int | None,
+    sequence_length: int | None,
+    sequence_parallel: bool,
+) -> None:
+    """Raises UPipeError unless heads (of the whole model), groups and sequence length fit together."""
+    if kv_heads % tensor_parallel_size:
+        nearest = max(d for d in range(1, kv_heads + 1) if kv_heads % d == 0 and d <= tensor_parallel_size)
+        raise UPipeError(
+            f"--tensor-model-parallel-size {tensor_parallel_size} does not divide {kv_heads} KV heads "
+            f"(--num-query-groups); the nearest that does is {nearest}"
+        )
+    if hierarchical_sizes:
+        check_sizes(hierarchical_sizes, context_parallel_size)
+    layout = SequenceLayout(*(hierarchical_sizes or (context_parallel_size, 1)))
+    head_schedule(
+        query_heads // tensor_parallel_size, kv_heads // tensor_parallel_size, layout.ulysses_size, heads_per_stage
+    )
+    unit = 2 * layout.size * (tensor_parallel_size if sequence_parallel else 1)
+    if sequence_length is not None and sequence_length % unit:
+        below, above = sequence_length // unit * unit, (sequence_length // unit + 1) * unit
+        nearest = below if below and sequence_length - below <= above - sequence_length else above
+        raise UPipeError(
+            f"--seq-length {sequence_length} is not a multiple of {unit} (2 x P x R"
+            f"{' x tensor-parallel size' if sequence_parallel else ''}); the nearest that is is {nearest}"
+        )
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -1,0 +1,1 @@
+"""Block attention: one file per backend behind one protocol (``protocol.py``), chosen by ``select.py``."""

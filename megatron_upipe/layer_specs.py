@@ -1,0 +1,14 @@
+"""``--spec megatron_upipe.layer_specs upipe_layer_spec``."""
+
+from megatron_upipe.errors import UPipeError
+
+try:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_upipe.layers.transformer_layer import UPipeTransformerLayer
+except ImportError as error:
+    # Megatron swallows an ImportError in a spec module and trains the stock model.
+    raise UPipeError(f"megatron_upipe.layer_specs cannot be imported: {error}") from error
+
+upipe_layer_spec = ModuleSpec(module=UPipeTransformerLayer)
+"""A transformer layer with UPipe self-attention; settings come from ``config.upipe``."""

@@ -1,0 +1,169 @@
+"""Stock and UPipe attention side by side, on the ranks of a worker pool, in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
+
+from megatron_upipe.config import UPipeConfig
+from megatron_upipe.context.layout import SequenceLayout
+
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison; sizes are pairwise different on purpose."""
+
+    heads: int = 12
+    kv_heads: int = 4
+    heads_per_stage: int | None = None
+    micro_batch: int = 3
+    chunk: int = 3  # tokens of half a shard
+    head_dim: int = 10
+    hidden: int = 28
+    config: dict = field(default_factory=dict)
+    upipe: dict = field(default_factory=dict)
+
+
+def initialize(p: int, r: int, tp: int = 1) -> None:
+    """Megatron's groups for P x R x TP; what is left of the world is data parallel. Collective."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=p * r,
+        hierarchical_context_parallel_sizes=[p, r] if p * r > 1 else None,
+    )
+    model_parallel_cuda_manual_seed(1234)
+
+
+def make_config(case: Case, p: int, r: int, **changes: Any) -> TransformerConfig:
+    settings = dict(
+        num_layers=1,
+        hidden_size=case.hidden,
+        ffn_hidden_size=36,
+        num_attention_heads=case.heads,
+        num_query_groups=case.kv_heads,
+        kv_channels=case.head_dim,
+        params_dtype=torch.float64,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        add_bias_linear=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        normalization="RMSNorm",
+        transformer_impl="local",
+        context_parallel_size=p * r,
+        hierarchical_context_parallel_sizes=[p, r] if p * r > 1 else None,
+    )
+    config = TransformerConfig(**{**settings, **case.config, **changes})
+    config.upipe = UPipeConfig(heads_per_stage=case.heads_per_stage, **case.upipe)
+    return config
+
+
+def single_rank_groups() -> ProcessGroupCollection:
+    """Groups for a reference that every rank computes alone."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    for name in ("tp", "cp", "tp_cp", "dp", "dp_cp", "pp", "mp", "ep"):
+        setattr(groups, name, alone)
+    groups.hcp = None
+    return groups
+
+
+def stock_attention(case: Case, groups: ProcessGroupCollection) -> torch.nn.Module:
+    """Megatron's own self-attention on the whole sequence and all heads."""
+    config = make_config(case, 1, 1, tensor_model_parallel_size=1, sequence_parallel=False)
+    submodules = get_gpt_layer_local_submodules(
+        qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm, normalization=config.normalization
+    )
+    torch.manual_seed(7)
+    module = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups).double()
+    _randomise(module)
+    return module
+
+
+def upipe_attention(case: Case, p: int, r: int, stock: torch.nn.Module) -> torch.nn.Module:
+    """UPipe's self-attention with the stock module's weights."""
+    from megatron_upipe.layers.transformer_layer import upipe_submodules
+
+    config = make_config(case, p, r)
+    spec = upipe_submodules(config).self_attention
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    module = build_module(spec, config=config, layer_number=1, pg_collection=groups).double()
+    assert module.attn_mask_type == AttnMaskType.causal
+    missing = module.load_state_dict(stock.state_dict(), strict=False)
+    assert not missing.missing_keys and all("core_attention" in key for key in missing.unexpected_keys), missing
+    return module
+
+
+def _randomise(module: torch.nn.Module) -> None:
+    """Norm weights and biases that are not ones and zeros."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+
+
+def rotary_table(case: Case, length: int) -> torch.Tensor:
+    rotary = RotaryEmbedding(kv_channels=case.head_dim, rotary_percent=1.0, use_cpu_initialization=True)
+    return rotary.get_emb(length)
+
+
+def local(tensor: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
+    """Rank's tokens of a whole [S, ...] tensor."""
+    positions = [i for half in layout.positions(rank, tensor.shape[0]) for i in half]
+    return tensor[positions]
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert found.shape == wanted.shape, (found.shape, wanted.shape)
+    assert torch.isfinite(found).all()
+    return ((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-300)).item()
+
+
+def compare(case: Case, p: int, r: int, groups: ProcessGroupCollection) -> dict[str, float]:
+    """Relative errors of output, dx and every weight gradient (summed over the context-parallel group). Collective."""
+    layout, rank = SequenceLayout(p, r), parallel_state.get_context_parallel_rank()
+    length = 2 * layout.size * case.chunk
+    stock = stock_attention(case, groups)
+    upipe = upipe_attention(case, p, r, stock)
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(length, case.micro_batch, case.hidden, dtype=torch.float64, generator=generator)
+    dy = torch.randn(length, case.micro_batch, case.hidden, dtype=torch.float64, generator=generator)
+    table = rotary_table(case, length)
+
+    whole = x.clone().requires_grad_()
+    wanted, wanted_bias = stock(whole, None, rotary_pos_emb=table)
+    wanted.backward(dy)
+    shard = local(x, layout, rank).requires_grad_()
+    found, bias = upipe(shard, None, rotary_pos_emb=local(table, layout, rank))
+    found.backward(local(dy, layout, rank))
+
+    errors = {
+        "output": relative_error(found.detach(), local(wanted.detach(), layout, rank)),
+        "dx": relative_error(shard.grad, local(whole.grad, layout, rank)),
+    }
+    assert (bias is None) == (wanted_bias is None)
+    gradients = dict(upipe.named_parameters())
+    for name, parameter in stock.named_parameters():
+        if parameter.grad is None:  # the output bias is handed on, not added
+            assert gradients[name].grad is None
+            continue
+        gradient = gradients[name].grad.clone()
+        dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+        errors[name] = relative_error(gradient, parameter.grad)
+    return errors

@@ -1,0 +1,65 @@
+"""The headline: stock weights give the stock result, in fp64, for all legal heads per stage."""
+
+import pytest
+from attention.modules import TOLERANCE, Case, compare, initialize, single_rank_groups
+
+from megatron_upipe.attention.schedule import legal_heads_per_stage
+
+GROUPS = [(1, 2), (1, 4), (2, 1), (4, 1), (2, 2), (2, 3)]
+HEADS = [(8, 8), (8, 4), (12, 4), (8, 2), (8, 1)]
+
+
+def cases(p):
+    for heads, kv_heads in HEADS:
+        legal = legal_heads_per_stage(heads, kv_heads, p)
+        for u in sorted({p, 2 * p, heads} & set(legal)):
+            for micro_batch in (1, 3):
+                yield Case(heads=heads, kv_heads=kv_heads, heads_per_stage=u, micro_batch=micro_batch)
+
+
+def _compare_all(rank, p, r, all_cases):
+    initialize(p, r)
+    groups = single_rank_groups()
+    return [compare(case, p, r, groups) for case in all_cases]
+
+
+def check(found, all_cases):
+    for rank, errors in enumerate(found):
+        for case, error in zip(all_cases, errors, strict=True):
+            assert {"output", "dx", "linear_qkv.weight", "linear_proj.weight"} <= set(error)
+            assert max(error.values()) <= TOLERANCE, (rank, case, error)
+
+
+@pytest.mark.parametrize(("p", "r"), GROUPS)
+def test_attention_equals_stock(workers, p, r):
+    all_cases = list(cases(p))
+    assert len(all_cases) >= 15
+    check(workers.run(p * r, _compare_all, p, r, all_cases), all_cases)
+
+
+def test_where_the_authors_reindex_is_no_permutation(workers):
+    """(H, K, P) from facts on the authors' code: K != P and U != H/K."""
+    all_cases = [Case(heads=32, kv_heads=8, heads_per_stage=2), Case(heads=48, kv_heads=8, heads_per_stage=4)]
+    check(workers.run(2, _compare_all, 2, 1, all_cases), all_cases)
+    all_cases = [Case(heads=48, kv_heads=8, heads_per_stage=4), Case(heads=16, kv_heads=8, heads_per_stage=8)]
+    check(workers.run(4, _compare_all, 4, 1, all_cases), all_cases)
+
+
+CONFIGURATIONS = {
+    "biases": dict(add_bias_linear=True),
+    "qkv bias": dict(add_qkv_bias=True),
+    "q/k norm": dict(qk_layernorm=True),
+    "q/k layer norm": dict(qk_layernorm=True, normalization="LayerNorm", add_qkv_bias=True),
+    "interleaved rope": dict(rotary_interleaved=True),
+    "softmax scale": dict(softmax_scale=0.7),
+    "no rope": dict(no_rope_freq=[1]),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_configurations(workers, name):
+    all_cases = [
+        Case(config=CONFIGURATIONS[name], heads_per_stage=2),
+        Case(config=CONFIGURATIONS[name], heads=8, kv_heads=1, heads_per_stage=4),
+    ]
+    check(workers.run(4, _compare_all, 2, 2, all_cases), all_cases)
