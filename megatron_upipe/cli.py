@@ -6,7 +6,6 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_upipe import __version__
-from megatron_upipe.errors import UPipeError
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
 
@@ -34,11 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     info_parser = commands.add_parser("info", help="versions of what is installed, and the number of GPUs")
     info_parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
-    try:
-        found = info()
-    except UPipeError as error:
-        print(f"megatron-upipe: error: {error}", file=sys.stderr)
-        return 2
+    found = info()
     if args.json:
         print(json.dumps(found))
     else:

@@ -76,9 +76,7 @@ _MODEL = (
     _Refusal("fp8", bool, "--fp8-format", "leave it out"),
     _Refusal("fp4", bool, "--fp4-format", "leave it out"),
     _Refusal("cpu_offloading", bool, "--cpu-offloading-num-layers", "leave it out"),
-    _Refusal(
-        "fine_grained_activation_offloading", bool, "--fine-grained-activation-offloading", "leave it out"
-    ),
+    _Refusal("fine_grained_activation_offloading", bool, "--fine-grained-activation-offloading", "leave it out"),
 )
 
 # Attributes of Megatron's arguments only.
@@ -96,7 +94,7 @@ _TRAINING = (
 
 
 def check_model(config: Any, training: bool = False) -> None:
-    """Raises UPipeError if ``config`` (a TransformerConfig, or arguments with ``training``) asks for what is unsupported.
+    """Raises UPipeError for unsupported settings of ``config``: a TransformerConfig, or arguments with ``training``.
 
     To be called only when P*R > 1: with one context-parallel rank the stock attention runs.
     """
@@ -109,7 +107,7 @@ def check_model(config: Any, training: bool = False) -> None:
         modules = getattr(config, "recompute_modules", None) or []
         if "core_attn" in modules:
             raise UPipeError(
-                "--recompute-modules core_attn does nothing under UPipe, which recomputes by itself; leave core_attn out"
+                "--recompute-modules core_attn does nothing under UPipe, which recomputes by itself; leave it out"
             )
 
 

@@ -64,12 +64,14 @@ class AttentionWeights(NamedTuple):
 class Elementwise:
     """Norm and RoPE of one call, [s, b, n, d] -> the same shape, on this rank's tokens.
 
-    ``parameters`` are the norms' weights and biases, whose gradients are wanted in that order.
+    ``parameters`` are the norms' weights and biases, whose gradients are wanted in that order. ``linear``: the
+    functions are linear (RoPE alone), so that their backward does not need the input.
     """
 
     query: Callable[[Tensor], Tensor]
     key: Callable[[Tensor], Tensor]
     parameters: tuple[Tensor, ...] = ()
+    linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,9 @@ def attention_forward(
     for stage in schedule.stages:
         if stage.begins_block:
             key, value = _project_keys_values(x, weights, stage.block, plan)
-            k, v = _exchange_keys_values(elementwise.key(key), value, plan)
+            kv = _exchange_keys_values(elementwise.key(key), value, plan)
         q = to_heads(elementwise.query(_project_queries(x, weights, stage, plan)), plan.groups.ulysses)
-        stage_out, stage_lse = ring_forward(plan.kernel, q, k, v, plan.causal, plan.scale, plan.groups.ring)
+        stage_out, stage_lse = ring_forward(plan.kernel, q, kv, plan.causal, plan.scale, plan.groups.ring)
         view = query_heads(out, schedule, stage, axis=2)
         view.copy_(to_sequence(stage_out, plan.groups.ulysses).view(view.shape))
         lse.append(stage_lse)
@@ -152,58 +154,62 @@ class _Backward:
         schedule = plan.schedule
         self.dy, self.x, self.kept = dy, x, kept
         self.weights, self.elementwise, self.plan, self.needs = weights, elementwise, plan, needs
-        additions = len(schedule.stages) + schedule.grid[0]
-        self.dx = InputGradient(x, additions) if needs.x else None
+        self.dx = InputGradient(x, additions=len(schedule.stages)) if needs.x else None
         fuse = plan.fuse_weight_gradients
         self.dqkv = WeightGradient(weights.qkv, fuse) if needs.qkv else None
         self.dbias = WeightGradient(weights.qkv_bias, fuse) if needs.qkv_bias else None
         self.dproj = WeightGradient(weights.proj, fuse) if needs.proj else None
         self.wanted = [p for p, n in zip(elementwise.parameters, needs.elementwise, strict=True) if n]
         self.delementwise: list[Tensor | None] = [None] * len(self.wanted)
+        # gradients of projections [s, b, n] that wait for their GEMMs, and the rows of the weight that they belong to
+        self.pending: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
 
     def begin_block(self, block: int) -> None:
         key, value = _project_keys_values(self.x, self.weights, block, self.plan)
-        self.raw_key = key.requires_grad_()
-        with torch.enable_grad():
-            self.key = self.elementwise.key(self.raw_key)
-        self.k, self.v = _exchange_keys_values(self.key.detach(), value, self.plan)
-        self.dk = self.dv = None
+        self.kv = _exchange_keys_values(self.elementwise.key(key), value, self.plan)
+        self.raw_key = None if self.elementwise.linear else key
+        self.dkv = None
 
     def stage(self, stage: Stage, lse: Tensor) -> None:
         plan, ulysses = self.plan, self.plan.groups.ulysses
-        raw = _project_queries(self.x, self.weights, stage, plan).requires_grad_()
-        with torch.enable_grad():
-            query = self.elementwise.query(raw)
-        q = to_heads(query.detach(), ulysses)
+        raw = _project_queries(self.x, self.weights, stage, plan)
+        q = to_heads(self.elementwise.query(raw), ulysses)
+        shape = raw.shape
+        if self.elementwise.linear:
+            raw = None
 
-        out = query_heads(self.kept.out.unflatten(2, (plan.schedule.query_heads, -1)), plan.schedule, stage, axis=2)
-        out = out.reshape(raw.shape)
         columns = partial(projection_columns, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim)
-        dout = self.dy @ columns(self.weights.proj).reshape(self.dy.shape[-1], -1)
+        out = query_heads(self.kept.out.unflatten(2, (plan.schedule.query_heads, -1)), plan.schedule, stage, axis=2)
+        out = out.reshape(shape)
         if self.dproj is not None:
             self.dproj.write(columns, _flat(self.dy).t() @ _flat(out.flatten(2)))
-        out, dout = to_heads(out, ulysses), to_heads(dout.view(raw.shape), ulysses)
+        out = to_heads(out, ulysses)
+        dout = to_heads((self.dy @ columns(self.weights.proj).reshape(self.dy.shape[-1], -1)).view(shape), ulysses)
 
-        dq, dk, dv = ring_backward(
-            plan.kernel, dout, q, self.k, self.v, out, lse, plan.causal, plan.scale, plan.groups.ring
-        )
-        self._add_keys_values(stage, dk, dv)
-        dq = to_sequence(dq.to(raw.dtype), ulysses)
-        dq = self._through_elementwise(query, raw, dq)
-        self._project_back(dq, partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim))
+        dq, dkv = ring_backward(plan.kernel, dout, q, self.kv, out, lse, plan.causal, plan.scale, plan.groups.ring)
+        del q, out, dout
+        self._add_keys_values(stage, dkv)
+        dq = to_sequence(dq.to(self.x.dtype), ulysses)
+        dq = self._through(self.elementwise.query, raw, dq)
+        rows = partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim)
+        self.pending.append((dq.flatten(2), rows))
+        if not stage.ends_block:
+            self._project_back()
 
     def end_block(self, block: int) -> None:
-        plan, dtype = self.plan, self.raw_key.dtype
+        plan, dtype = self.plan, self.x.dtype
         c, copies = plan.schedule.kv_per_rank, plan.schedule.copies
-        dkv = to_sequence(torch.cat((self.dk.to(dtype), self.dv.to(dtype)), dim=1), plan.groups.ulysses)
-        dkv = dkv.unflatten(2, (-1, copies, 2, c))
+        dkv, self.kv, self.dkv = self.dkv.to(dtype), None, None
+        dkv = to_sequence(dkv, plan.groups.ulysses).unflatten(2, (-1, copies, 2, c))
         if copies > 1:
             dkv = dkv.sum(3, keepdim=True, dtype=accumulation_dtype(dtype)).to(dtype)
         dkey, dvalue = dkv.squeeze(3).unbind(3)  # [s, b, P/copies, c, d]
-        dkey = self._through_elementwise(self.key, self.raw_key, dkey.flatten(2, 3))
+        dkey = self._through(self.elementwise.key, self.raw_key, dkey.flatten(2, 3))
         dkv = torch.stack((dkey.view(dvalue.shape), dvalue), dim=3)
-        self._project_back(dkv, partial(key_value_rows, schedule=plan.schedule, block=block, head_dim=plan.head_dim))
-        self.k = self.v = self.dk = self.dv = self.raw_key = self.key = None
+        rows = partial(key_value_rows, schedule=plan.schedule, block=block, head_dim=plan.head_dim)
+        self.pending.append((dkv.flatten(2), rows))
+        self._project_back()
+        self.raw_key = None
 
     def gradients(self) -> AttentionGradients:
         found = iter(self.delementwise)
@@ -215,37 +221,44 @@ class _Backward:
             elementwise=[next(found) if needed else None for needed in self.needs.elementwise],
         )
 
-    def _add_keys_values(self, stage: Stage, dk: Tensor, dv: Tensor) -> None:
+    def _add_keys_values(self, stage: Stage, dkv: Tensor) -> None:
         """dK and dV of a block's stages are summed in accumulation dtype."""
-        if stage.begins_block and stage.ends_block:
-            self.dk, self.dv = dk, dv
-        elif stage.begins_block:
-            dtype = accumulation_dtype(dk.dtype)
-            self.dk, self.dv = dk.to(dtype), dv.to(dtype)
+        if stage.begins_block:
+            alone = stage.ends_block
+            self.dkv = dkv if alone else dkv.to(accumulation_dtype(dkv.dtype))
         else:
-            self.dk += dk
-            self.dv += dv
+            self.dkv += dkv
 
-    def _through_elementwise(self, output: Tensor, raw: Tensor, gradient: Tensor) -> Tensor:
-        """Gradient of ``raw``; those of the norms' parameters are added up in accumulation dtype."""
-        if output is raw:
-            return gradient
+    def _through(self, function: Callable[[Tensor], Tensor], raw: Tensor | None, gradient: Tensor) -> Tensor:
+        """Gradient of the input of an elementwise function; those of its parameters are added up.
+
+        ``raw`` is the input, or None for a linear function, whose backward is the same everywhere.
+        """
+        raw = (gradient if raw is None else raw).detach().requires_grad_()
+        with torch.enable_grad():
+            output = function(raw)
         draw, *rest = torch.autograd.grad(output, (raw, *self.wanted), gradient, allow_unused=True)
         for i, extra in enumerate(rest):
             if extra is not None:
-                extra = extra.to(accumulation_dtype(extra.dtype))
-                self.delementwise[i] = extra if self.delementwise[i] is None else self.delementwise[i] + extra
+                part = extra.to(accumulation_dtype(extra.dtype))
+                self.delementwise[i] = part if self.delementwise[i] is None else self.delementwise[i] + part
         return draw
 
-    def _project_back(self, gradient: Tensor, rows: Callable[[Tensor], Tensor]) -> None:
-        """dx, and the gradients of the weight's and bias's ``rows``, from that of their projection [s, b, ...]."""
-        flat = _flat(gradient.flatten(2))
+    def _project_back(self) -> None:
+        """dx, and the gradients of rows of the weight and bias, from the pending gradients of projections.
+
+        One addition to dx for all of them: the block's last queries go together with its keys and values.
+        """
+        gradients = [_flat(gradient) for gradient, _ in self.pending]
         if self.dx is not None:
-            self.dx.add(flat, rows(self.weights.qkv).reshape(flat.shape[1], -1))
-        if self.dqkv is not None:
-            self.dqkv.write(rows, flat.t() @ _flat(self.x))
-        if self.dbias is not None:
-            self.dbias.write(rows, flat.sum(0, dtype=accumulation_dtype(flat.dtype)))
+            weights = [rows(self.weights.qkv).reshape(-1, self.x.shape[-1]) for _, rows in self.pending]
+            self.dx.add(torch.cat(gradients, dim=1), torch.cat(weights))
+        for flat, (_, rows) in zip(gradients, self.pending, strict=True):
+            if self.dqkv is not None:
+                self.dqkv.write(rows, flat.t() @ _flat(self.x))
+            if self.dbias is not None:
+                self.dbias.write(rows, flat.sum(0, dtype=accumulation_dtype(flat.dtype)))
+        self.pending.clear()
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -266,7 +279,9 @@ def _project_queries(x: Tensor, weights: AttentionWeights, stage: Stage, plan: A
     return _project(x, weights, rows).unflatten(2, (plan.schedule.heads_per_stage, plan.head_dim))
 
 
-def _project_keys_values(x: Tensor, weights: AttentionWeights, block: int, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+def _project_keys_values(
+    x: Tensor, weights: AttentionWeights, block: int, plan: AttentionPlan
+) -> tuple[Tensor, Tensor]:
     """Keys and values of the block, each [s, b, P/copies * c, d], heads rank-major."""
     rows = partial(key_value_rows, schedule=plan.schedule, block=block, head_dim=plan.head_dim)
     kv = _project(x, weights, rows).unflatten(2, (-1, 2, plan.schedule.kv_per_rank, plan.head_dim))
@@ -274,8 +289,8 @@ def _project_keys_values(x: Tensor, weights: AttentionWeights, block: int, plan:
     return key.flatten(2, 3), value.flatten(2, 3)
 
 
-def _exchange_keys_values(key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-    """K and V [s, b, P/copies * c, d] -> those of this rank, [b, c, L, d] each, in one exchange.
+def _exchange_keys_values(key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+    """K and V [s, b, P/copies * c, d] -> those of this rank [b, 2c, L, d], keys before values, in one exchange.
 
     A KV head that several ranks attend is sent to each of them.
     """
@@ -283,8 +298,7 @@ def _exchange_keys_values(key: Tensor, value: Tensor, plan: AttentionPlan) -> tu
     pairs = torch.stack((key.unflatten(*by_rank), value.unflatten(*by_rank)), dim=3)  # [s, b, P/copies, 2, c, d]
     if plan.schedule.copies > 1:
         pairs = pairs.repeat_interleave(plan.schedule.copies, dim=2)
-    k, v = to_heads(pairs.flatten(2, 4), plan.groups.ulysses).chunk(2, dim=1)
-    return k, v
+    return to_heads(pairs.flatten(2, 4), plan.groups.ulysses)
 
 
 def _refuse_segments(segments: None) -> None:

@@ -56,9 +56,8 @@ class InputGradient:
         self._sum = torch.zeros_like(like, dtype=dtype)
 
     def add(self, gradient: Tensor, rows: Tensor) -> None:
-        """Adds ``gradient`` [s, b, n] times ``rows`` [n, hidden]."""
+        """Adds ``gradient`` [s*b, n] times ``rows`` [n, hidden]."""
         total = self._sum.view(-1, self._sum.shape[-1])
-        gradient = gradient.reshape(-1, rows.shape[0])
         if total.dtype == gradient.dtype:
             total.addmm_(gradient, rows)
         else:

@@ -229,6 +229,7 @@ class UPipeSelfAttention(SelfAttention):
             query=make(self.q_layernorm, angles[0]),
             key=make(self.k_layernorm, angles[1]),
             parameters=tuple(p for norm in norms for p in norm.parameters()),
+            linear=not norms,
         )
 
     def _angles(self, rotary_pos_emb: Any, hidden_states: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -106,8 +106,8 @@ def head_schedule(query_heads: int, kv_heads: int, ulysses_size: int, heads_per_
         fitting = [size for size in range(1, h + 1) if legal_heads_per_stage(h, k, size)]
         nearest = min(fitting, key=lambda size: (abs(size - p), size))
         raise UPipeError(
-            f"--hierarchical-context-parallel-sizes: ulysses_size P = {p} does not fit {h} query heads and {k} KV heads "
-            f"on a tensor-parallel rank; the nearest P that does is {nearest} (all: {_listed(fitting)})"
+            f"--hierarchical-context-parallel-sizes: ulysses_size P = {p} does not fit {h} query heads and {k} KV "
+            f"heads on a tensor-parallel rank; the nearest P that does is {nearest} (all: {_listed(fitting)})"
         )
     u = p if heads_per_stage is None else heads_per_stage
     if u not in legal:

@@ -38,7 +38,7 @@ class ContextGroups:
 def context_groups(
     context: dist.ProcessGroup, hierarchical: list[dist.ProcessGroup] | None, sizes: list[int] | None
 ) -> ContextGroups:
-    """Groups from Megatron's: the context-parallel group, and the hierarchical ones ``[P ranks, R ranks]`` if asked for.
+    """Groups from Megatron's: the context-parallel group, and ``[P ranks, R ranks]`` if asked for.
 
     ``sizes`` are ``--hierarchical-context-parallel-sizes``; None means R = 1. Not collective. Raises UPipeError when
     the sizes are not two, or their product is not the context-parallel size.

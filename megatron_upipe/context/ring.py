@@ -72,22 +72,21 @@ def _block(step: int, group: dist.ProcessGroup, length: int, causal: bool) -> _B
 
 
 def ring_forward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, group: dist.ProcessGroup | None
+    kernel: Kernel, q: Tensor, kv: Tensor, causal: bool, scale: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of ``q`` [b, m, L, d] to the K and V [b, c, L, d] of all ring ranks. Collective over the ring.
+    """Attention of ``q`` [b, m, L, d] to the keys and values of all ring ranks. Collective over the ring.
 
-    Returns out (dtype of q) and lse (accumulation dtype, natural log) [b, m, L], owned by the caller.
+    ``kv`` [b, 2c, L, d], keys before values, contiguous. Returns out (dtype of q) and lse (accumulation dtype, natural
+    log) [b, m, L], owned by the caller.
     """
     if group is None:
-        return kernel.forward(q, k, v, causal, scale)
-    kv = torch.stack((k, v))
+        return kernel.forward(q, *kv.chunk(2, dim=1), causal, scale)
     out = lse = None
     for step in range(group.size()):
         transfer = Transfer(kv, group, _KV_TAG) if step + 1 < group.size() else None
         block = _block(step, group, q.shape[2], causal)
-        block_out, block_lse = kernel.forward(
-            q[:, :, block.queries], kv[0][:, :, block.keys], kv[1][:, :, block.keys], block.causal, scale
-        )
+        k, v = kv[:, :, block.keys].chunk(2, dim=1)
+        block_out, block_lse = kernel.forward(q[:, :, block.queries], k, v, block.causal, scale)
         if out is None:
             out, lse = block_out.to(accumulation_dtype(q.dtype)), block_lse
         else:
@@ -101,47 +100,39 @@ def ring_backward(
     kernel: Kernel,
     dout: Tensor,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: Tensor,
     out: Tensor,
     lse: Tensor,
     causal: bool,
     scale: float,
     group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Gradients of ``ring_forward``, given its out and lse. Collective over the ring.
 
-    Returns dq [b, m, L, d], dk and dv [b, c, L, d] of this rank's K and V, owned by the caller; in accumulation dtype
-    when R > 1, else as the kernel returns them.
+    Returns dq [b, m, L, d] and dkv [b, 2c, L, d] of this rank's keys and values, owned by the caller; in accumulation
+    dtype when R > 1, else as the kernel returns them.
     """
     if group is None:
-        return kernel.backward(dout, q, k, v, out, lse, causal, scale)
+        dq, dk, dv = kernel.backward(dout, q, *kv.chunk(2, dim=1), out, lse, causal, scale)
+        return dq, torch.cat((dk, dv), dim=1)
     size, dtype = group.size(), accumulation_dtype(q.dtype)
-    kv = torch.stack((k, v))
     dq = torch.zeros_like(q, dtype=dtype)
     dkv = torch.zeros_like(kv, dtype=dtype)
     gradients = None
     for step in range(size):
         transfer = Transfer(kv, group, _KV_TAG) if step + 1 < size else None
         block = _block(step, group, q.shape[2], causal)
-        rows, keys = block.queries, block.keys
-        block_dq, block_dk, block_dv = kernel.backward(
-            dout[:, :, rows],
-            q[:, :, rows],
-            kv[0][:, :, keys],
-            kv[1][:, :, keys],
-            out[:, :, rows],
-            lse[:, :, rows],
-            block.causal,
-            scale,
+        rows = block.queries
+        k, v = kv[:, :, block.keys].chunk(2, dim=1)
+        block_dq, *block_dkv = kernel.backward(
+            dout[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows], block.causal, scale
         )
         dq[:, :, rows] += block_dq
         if gradients is not None:
             dkv = gradients.wait()
-        dkv[0][:, :, keys] += block_dk
-        dkv[1][:, :, keys] += block_dv
+        for total, part in zip(dkv[:, :, block.keys].chunk(2, dim=1), block_dkv, strict=True):
+            total.add_(part)
         gradients = Transfer(dkv, group, _GRADIENT_TAG)
         if transfer is not None:
             kv = transfer.wait()
-    dkv = gradients.wait()
-    return dq, dkv[0], dkv[1]
+    return dq, gradients.wait()

@@ -2,13 +2,17 @@
 
 import argparse
 import difflib
+import importlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_upipe.config import ROPE_MODES
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
 from megatron_upipe.integration.symbols import Replacement
+from megatron_upipe.integration.upipe_spec import SPEC, check_upipe, wants_upipe
 
 # Megatron's defaults need a GPU; on the CPU stand-in these take their place. Flags given by the user still win.
 CPU_DEFAULTS = {
@@ -24,6 +28,21 @@ CPU_DEFAULTS = {
 }
 
 
+# (attribute of the arguments, values that work on the CPU stand-in, flag, what to do)
+CPU_LIMITS = (
+    ("distributed_backend", ("gloo",), "--distributed-backend", "it is gloo"),
+    ("transformer_impl", ("local",), "--transformer-impl", "it is local"),
+    ("fp8", (), "--fp8-format", "leave it out"),
+    ("fp4", (), "--fp4-format", "leave it out"),
+    ("use_precision_aware_optimizer", (), "--use-precision-aware-optimizer", "leave it out"),
+    ("cuda_graph_impl", ("none",), "--cuda-graph-impl", "it is none"),
+    ("attention_backend", ("auto", "unfused", "local"), "--attention-backend", "leave it out"),
+    ("multi_latent_attention", (), "--multi-latent-attention", "leave it out"),
+    ("use_megatron_fsdp", (), "--use-megatron-fsdp", "use --use-distributed-optimizer"),
+    ("use_torch_fsdp2", (), "--use-torch-fsdp2", "use --use-distributed-optimizer"),
+)
+
+
 def add_upipe_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plug-in's flag group to ``parser`` and returns it."""
     group = parser.add_argument_group(
@@ -34,6 +53,19 @@ def add_upipe_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--upipe-cpu",
         action="store_true",
         help="run on the CPU stand-in (gloo) even if a GPU is present; without a GPU this is on by itself",
+    )
+    group.add_argument(
+        "--upipe-heads-per-stage",
+        type=int,
+        metavar="U",
+        help="query heads of a stage over the Ulysses group: P (the default) needs the least memory, all heads of a "
+        "tensor-parallel rank is plain Ulysses; P and R come from --hierarchical-context-parallel-sizes",
+    )
+    group.add_argument(
+        "--upipe-rope",
+        choices=ROPE_MODES,
+        help="RoPE angles: stock (Megatron's fp32 table, the default below 128K tokens) or exact (fp64, the default "
+        "from 128K on)",
     )
     group.add_argument(
         "--upipe-metrics",
@@ -47,11 +79,23 @@ def _with_upipe_flags(original: Callable) -> Callable:
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_upipe_flags(original(parser))
         parser.error = lambda message: _refuse(parser, message)
+        _mend_help(parser)
         if cpu.is_installed():
             parser.set_defaults(**CPU_DEFAULTS)
         return parser
 
     return add_megatron_arguments
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """A bare % in one help text of Megatron's makes argparse fail on all of them."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            if action.help:
+                formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -75,14 +119,42 @@ def _check_first(original: Callable) -> Callable:
 
 def check_flags(args: argparse.Namespace) -> None:
     """Refuses, before anything is built, flags that cannot be honoured. Raises UPipeError."""
+    _check_spec(args)
+    _check_metrics(args.upipe_metrics)
+    check_upipe(args)
     if not cpu.is_installed():
         return
-    if args.distributed_backend != "gloo":
-        raise UPipeError(f"--distributed-backend {args.distributed_backend} needs a GPU; on a CPU it is gloo")
-    if args.transformer_impl != "local":
-        raise UPipeError(f"--transformer-impl {args.transformer_impl} needs a GPU; on a CPU it is local")
-    if args.fp8 is not None:
-        raise UPipeError(f"--fp8-format {args.fp8} needs a GPU; leave it out on a CPU")
+    for attribute, allowed, flag, instead in CPU_LIMITS:
+        value = getattr(args, attribute, None)
+        value = getattr(value, "name", value)  # enums
+        if value not in (*allowed, None, False):
+            shown = flag if value is True else f"{flag} {value}"
+            raise UPipeError(f"{shown} needs a GPU; on a CPU {instead}")
+    if args.context_parallel_size > 1 and not wants_upipe(args):
+        raise UPipeError(
+            f"--context-parallel-size {args.context_parallel_size} with Megatron's own attention needs a GPU "
+            f"(TransformerEngine); on a CPU add --spec {SPEC} upipe_layer_spec"
+        )
+
+
+def _check_spec(args: argparse.Namespace) -> None:
+    """Megatron swallows an ImportError of the --spec module and trains the stock model."""
+    if not args.spec:
+        return
+    shown = "--spec " + " ".join(args.spec)
+    if len(args.spec) != 2:
+        raise UPipeError(f"{shown}: two words are needed, a module and the name of a spec in it")
+    try:
+        module = importlib.import_module(args.spec[0])
+    except ImportError as error:
+        raise UPipeError(f"{shown}: the module cannot be imported: {error}") from error
+    if not hasattr(module, args.spec[1]):
+        raise UPipeError(f"{shown}: the module has no {args.spec[1]}")
+
+
+def _check_metrics(path: str | None) -> None:
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise UPipeError(f"--upipe-metrics {path} is not a file in an existing folder; name one")
 
 
 def replacements() -> list[Replacement]:

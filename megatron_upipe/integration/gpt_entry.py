@@ -36,6 +36,29 @@ NEEDS_CHECKOUT = {
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "mtp_num_layers": "--mtp-num-layers",
     "logits_load_dir": "--logits-load-dir",
+    "per_dataset_sequences_path": "--per-dataset-sequences-path",
+    "check_for_spiky_loss": "--check-for-spiky-loss",
+    "inprocess_restart": "--inprocess-restart",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+}
+
+# dataset option -> attribute of the arguments, where the names differ or are many
+DATASET_OPTIONS = {
+    "split": "split",
+    "multiple_validation_sets": "multiple_validation_sets",
+    "full_validation": "full_validation",
+    "num_dataset_builder_threads": "num_dataset_builder_threads",
+    "path_to_cache": "data_cache_path",
+    "mmap_bin_files": "mmap_bin_files",
+    "object_storage_cache_path": "object_storage_cache_path",
+    "mid_level_dataset_surplus": "mid_level_dataset_surplus",
+    "allow_ambiguous_pad_tokens": "allow_ambiguous_pad_tokens",
+    "fast_cache_load": "dataloader_fast_cache_load",
+    "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
+    "reset_position_ids": "reset_position_ids",
+    "reset_attention_mask": "reset_attention_mask",
+    "eod_mask_loss": "eod_mask_loss",
+    "create_attention_mask": "create_attention_mask_in_dataloader",
 }
 
 
@@ -64,17 +87,8 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
+        **{option: getattr(args, attribute) for option, attribute in DATASET_OPTIONS.items()},
     )
     return BlendedMegatronDatasetBuilder(
         MockGPTDataset if args.mock_data else GPTDataset, num_samples, partial(_reads_data, vp_stage), config

@@ -4,6 +4,7 @@ import os
 import runpy
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from megatron_upipe.errors import UPipeError
@@ -41,15 +42,17 @@ def main(argv: list[str]) -> int:
 def _run(argv: list[str]) -> int:
     script = argv[0] if argv and not argv[0].startswith("-") else None
     flags = argv[1:] if script else argv
-    if flags[:1] in (["-h"], ["--help"]):
+    if not argv or (script is None and flags[0] in ("-h", "--help")):
         _print_help()
-        return 0
+        return 0 if argv else 2
     flags = ["--help" if flag == "--megatron-help" else flag for flag in flags]
     if script is not None:
         if not Path(script).is_file():
-            raise UPipeError(f"script {script} does not exist; name a file, or leave it out for the built-in GPT entry")
+            raise UPipeError(f"script {script} is not a file; name one, or leave it out for the built-in GPT entry")
         # As the interpreter does for a script: its own megatron/ folder wins over the installed one.
         sys.path.insert(0, str(Path(script).resolve().parent))
+    if os.environ.get("RANK", "0") != "0":
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # rank 0 says it once
     check_megatron_version()
     install(force_cpu="--upipe-cpu" in flags)
     sys.argv = [script or "megatron_upipe.run", *flags]
@@ -59,7 +62,16 @@ def _run(argv: list[str]) -> int:
         from megatron_upipe.integration import gpt_entry
 
         gpt_entry.main()
+    _leave_groups()
     return 0
+
+
+def _leave_groups() -> None:
+    """Ends gloo's and NCCL's threads; interpreters that exit over them abort now and then."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def install(force_cpu: bool = False) -> None:
@@ -69,7 +81,7 @@ def install(force_cpu: bool = False) -> None:
     """
     import torch
 
-    from megatron_upipe.integration import cpu, flags, metrics, startup
+    from megatron_upipe.integration import cpu, flags, metrics, startup, upipe_spec
     from megatron_upipe.integration.symbols import registry
 
     if not force_cpu and not torch.cuda.is_available():
@@ -79,7 +91,15 @@ def install(force_cpu: bool = False) -> None:
     if force_cpu:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it with TP or CP
         cpu.install()
-    registry.install(OWNER, [*startup.replacements(), *flags.replacements(), *metrics.replacements()])
+    registry.install(
+        OWNER,
+        [
+            *startup.replacements(),
+            *flags.replacements(),
+            *metrics.replacements(),
+            *upipe_spec.replacements(),
+        ],
+    )
 
 
 def _print_help() -> None:

@@ -22,13 +22,18 @@ from megatron_upipe.integration.symbols import Replacement
 _evaluating: dict[str, Any] = {}
 
 
-def _append(record: dict[str, Any]) -> None:
+def _file() -> Path | None:
+    """Where to write on this rank; None if nothing is to be written."""
     from megatron.training import get_args
 
     path = get_args().upipe_metrics
     if path is None or torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
-        return
-    with Path(path).open("a", encoding="utf-8") as file:
+        return None
+    return Path(path)
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
@@ -42,12 +47,15 @@ def _record_training(original: Callable) -> Callable:
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
+        path = _file()
+        if path is None:
+            return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         now = time.perf_counter()
         record = {"iteration": given["iteration"], **_numbers(given["loss_dict"])}
         if given["grad_norm"] is not None:
             record["grad norm"] = float(given["grad_norm"])
-        _append({**record, "seconds": round(now - last, 4)})
+        _append(path, {**record, "seconds": round(now - last, 4)})
         last = now
         return original(*args, **kwargs)
 
@@ -68,8 +76,11 @@ def _record_evaluation(original: Callable) -> Callable:
 def _record_evaluated(original: Callable) -> Callable:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if result[0]:  # empty or None on ranks without the loss
-            _append({"iteration": _evaluating["iteration"], **_numbers(result[0], f"{_evaluating['name']} ")})
+        path = _file()
+        # the losses are empty or None on ranks without them; scripts may evaluate on their own
+        if path is not None and result[0] and _evaluating:
+            numbers = _numbers(result[0], f"{_evaluating['name']} ")
+            _append(path, {"iteration": _evaluating["iteration"], **numbers})
         return result
 
     return evaluate

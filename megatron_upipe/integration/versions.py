@@ -1,10 +1,9 @@
 """Which Megatron-LM this plug-in knows."""
 
-from importlib import import_module
-from importlib.util import find_spec
+from importlib import import_module, util
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from megatron_upipe.errors import UPipeError
 
@@ -16,13 +15,18 @@ def megatron_core_version() -> Version:
 
     Raises UPipeError when there is none.
     """
-    try:
-        found = find_spec("megatron.core")
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+    parent = util.find_spec("megatron")
+    if parent is None:
         raise UPipeError(f"megatron-core is not installed; install megatron-core{MEGATRON_CORE}")
-    return Version(import_module("megatron.core.package_info").__version__)
+    where = ", ".join(parent.submodule_search_locations or ["a module file"])
+    try:
+        version = import_module("megatron.core.package_info").__version__
+    except ImportError:
+        raise UPipeError(f"{where} comes first on the path and has no megatron.core with package_info.py") from None
+    try:
+        return Version(version)
+    except InvalidVersion:
+        raise UPipeError(f"megatron.core in {where} calls itself {version}, which is no version number") from None
 
 
 def check_megatron_version(needed: SpecifierSet | str = MEGATRON_CORE, what: str = "megatron_upipe") -> Version:

@@ -38,5 +38,5 @@ class Kernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of the block, where ``out`` and ``lse`` are *global*: over all blocks of keys, this one included."""
+        """dq, dk, dv of the block; ``out`` and ``lse`` are *global*: over all blocks of keys, this one included."""
         ...

@@ -1,4 +1,7 @@
-"""Torch's CPU flash attention (``aten::_scaled_dot_product_flash_attention_for_cpu``): linear memory, GQA, fp64 to bf16."""
+"""Torch's CPU flash attention: linear memory, GQA, fp64 to bf16.
+
+The operation is ``aten::_scaled_dot_product_flash_attention_for_cpu``.
+"""
 
 from __future__ import annotations
 

@@ -37,11 +37,11 @@ class UPipeTransformerLayer(TransformerLayer):
 
 
 def upipe_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
-    """Megatron's submodules for ``config`` with UPipe self-attention. Raises UPipeError for other kinds of attention."""
+    """Megatron's submodules for ``config`` with UPipe self-attention; UPipeError for other kinds of attention."""
     stock = _stock_submodules(config)
     attention = stock.self_attention
     if attention.module is not SelfAttention:
-        raise UPipeError(f"{attention.module.__name__} is not supported by UPipe; use plain multi-head or grouped attention")
+        raise UPipeError(f"{attention.module.__name__} is not supported by UPipe; use multi-head or grouped attention")
     linears = {"linear_qkv": UPipeColumnParallelLinear, "linear_proj": UPipeRowParallelLinear}
     changed: dict[str, Any] = {}
     if config.transformer_impl == "transformer_engine":

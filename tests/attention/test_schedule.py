@@ -1,5 +1,7 @@
 """The head schedule: each head once, each with its KV head, every illegal request named."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +45,7 @@ def test_kv_blocks(drawn):
     held = [key for block in range(schedule.grid[0]) for rank in range(p) for key in schedule.keys(block, rank)]
     assert sorted(held) == sorted(list(range(k)) * schedule.copies)
     assert sum(s.begins_block for s in stages) == sum(s.ends_block for s in stages) == schedule.grid[0]
-    for before, after in zip(stages, stages[1:], strict=False):
+    for before, after in pairwise(stages):
         assert after.begins_block == (after.block != before.block) == before.ends_block
 
 

@@ -1,10 +1,15 @@
 """Megatron's own training loop on the CPU stand-in, as a user starts it."""
 
 import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from end_to_end.training import MODEL, TRAINING, launch, train
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +38,21 @@ def test_tensor_and_sequence_parallel_agree_with_one_rank(folder, one_rank):
     assert_close(two, one_rank, 1e-4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_resumed_run_repeats_the_losses_bit_for_bit(folder, ranks):
-    checkpoint = str(folder / f"checkpoint{ranks}")
-    overlap = ["--overlap-grad-reduce", "--overlap-param-gather"]
-    straight = train(folder, f"straight{ranks}", ranks, *overlap, "--save", checkpoint, "--save-interval", "2")
+DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+LAYOUTS = {
+    "1 rank, dropout": (1, DROPOUT),
+    "data parallel, overlapped": (2, ["--overlap-grad-reduce", "--overlap-param-gather"]),
+    "tensor parallel, dropout": (2, ["--tensor-model-parallel-size", "2", *DROPOUT]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resumed_run_repeats_the_losses_bit_for_bit(folder, name):
+    ranks, flags = LAYOUTS[name]
+    checkpoint = str(folder / f"checkpoint {name}")
+    straight = train(folder, f"straight {name}", ranks, *flags, "--save", checkpoint, "--save-interval", "2")
     Path(checkpoint, "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = train(folder, f"resumed{ranks}", ranks, *overlap, "--load", checkpoint)
+    resumed = train(folder, f"resumed {name}", ranks, *flags, "--load", checkpoint)
     assert {"lm loss 3", "grad norm 4", "test lm loss 4"} <= set(resumed) and "lm loss 2" not in resumed
     assert resumed == {key: straight[key] for key in resumed}
 
@@ -50,6 +63,18 @@ def test_refusal_is_one_sentence_under_torchrun():
     ours = [line for line in done.stderr.splitlines() if line.startswith("megatron_upipe: error")]
     assert ours == ["megatron_upipe: error: --transformer-impl transformer_engine needs a GPU; on a CPU it is local"]
     assert "[rank0]" not in done.stderr, "a refusal must not end in a traceback"
+
+
+def test_readme_commands_run():
+    """Every command in the README's indented blocks that starts a training run."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    .venv/bin/torchrun")]
+    assert commands
+    for command in commands:
+        words = shlex.split(command.replace(".venv/bin/torchrun", f"{sys.executable} -m torch.distributed.run"))
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-4000:]
+        assert "validation loss at iteration 4" in done.stdout
 
 
 def test_unmodified_pretrain_gpt_of_a_checkout(folder, one_rank):

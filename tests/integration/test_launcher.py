@@ -50,7 +50,7 @@ def test_missing_script():
     status, errors, _ = run("no_such_script.py", "--num-layers", "2")
     assert status == 2
     assert errors == [
-        "megatron_upipe: error: script no_such_script.py does not exist; name a file, or leave it out for the built-in "
+        "megatron_upipe: error: script no_such_script.py is not a file; name one, or leave it out for the built-in "
         "GPT entry"
     ]
 
@@ -114,6 +114,9 @@ def test_stand_in_changes_defaults_and_user_wins():
         (["--distributed-backend", "nccl"], "--distributed-backend nccl needs a GPU; on a CPU it is gloo"),
         (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine needs a GPU"),
         (["--fp8-format", "hybrid"], "--fp8-format hybrid needs a GPU"),
+        (["--attention-backend", "flash"], "--attention-backend flash needs a GPU"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp needs a GPU; on a CPU use --use-distributed-optimizer"),
+        (["--context-parallel-size", "2"], "--context-parallel-size 2 with Megatron's own attention needs a GPU"),
     ],
 )
 def test_stand_in_refuses_gpu_flags(argv, message):
@@ -121,6 +124,41 @@ def test_stand_in_refuses_gpu_flags(argv, message):
     with pytest.raises(UPipeError, match=message):
         flags.check_flags(parse(*argv))
     flags.check_flags(parse())  # the twin: nothing given, nothing refused
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (["no_such_module", "spec"], r"--spec no_such_module spec: the module cannot be imported: No module named"),
+        (["megatron_upipe.layer_specs", "x"], r"--spec megatron_upipe.layer_specs x: the module has no x"),
+        (["megatron_upipe.layer_specs"], r"--spec megatron_upipe.layer_specs: two words are needed"),
+    ],
+)
+def test_spec_that_megatron_would_swallow(spec, message):
+    launcher.install(force_cpu=True)
+    with pytest.raises(UPipeError, match=message):
+        flags.check_flags(parse("--spec", *spec))
+    flags.check_flags(parse("--spec", "megatron_upipe.layer_specs", "upipe_layer_spec"))
+
+
+def test_metrics_file_needs_a_folder(tmp_path):
+    launcher.install(force_cpu=True)
+    for bad in (tmp_path, tmp_path / "missing" / "file"):
+        with pytest.raises(UPipeError, match="is not a file in an existing folder"):
+            flags.check_flags(parse("--upipe-metrics", str(bad)))
+    flags.check_flags(parse("--upipe-metrics", str(tmp_path / "file")))
+
+
+def test_megatron_help_is_printable(capsys):
+    launcher.install(force_cpu=True)
+    with pytest.raises(SystemExit):
+        parse("--help")
+    assert "--upipe-heads-per-stage" in capsys.readouterr().out
+
+
+def test_no_flags_at_all(capsys):
+    assert launcher.main([]) == 2
+    assert "usage: torchrun" in capsys.readouterr().out
 
 
 def test_bad_value_is_one_sentence():

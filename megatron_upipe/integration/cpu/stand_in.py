@@ -1,6 +1,8 @@
 """Installing and uninstalling the CPU stand-in."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,6 +12,8 @@ from megatron_upipe.integration.symbols import Replacement, registry
 
 OWNER = "CPU stand-in"
 NOTICE = "megatron_upipe: CPU stand-in on: Megatron runs on gloo without a GPU (for trying out, tests and simulation)"
+
+_dynamo_was_disabled = False
 
 
 def is_installed() -> bool:
@@ -25,9 +29,11 @@ def install() -> None:
         raise UPipeError("the CPU stand-in is already installed; uninstall it first")
     if torch.cuda.is_initialized():
         raise UPipeError("the CPU stand-in cannot be installed: this process already uses a GPU; leave out --upipe-cpu")
-    # Megatron decorates functions with torch.compile at import; compiling for a CPU costs more than it gives here.
-    torch._dynamo.config.disable = True
     registry.install(OWNER, _replacements())
+    global _dynamo_was_disabled
+    _dynamo_was_disabled = torch._dynamo.config.disable
+    # Megatron decorates functions with torch.compile; compiling them for a CPU costs more than it gives here.
+    torch._dynamo.config.disable = True
     if int(os.environ.get("RANK", "0")) == 0:
         print(NOTICE, flush=True)
 
@@ -35,7 +41,17 @@ def install() -> None:
 def uninstall() -> None:
     """Restores every replaced symbol."""
     registry.undo(OWNER)
-    torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    torch._dynamo.config.disable = _dynamo_was_disabled
+
+
+def _keeping_rng(original: Callable) -> Callable:
+    def build_train_valid_test_data_iterators(*args: Any, **kwargs: Any) -> Any:
+        state = torch.get_rng_state()
+        result = original(*args, **kwargs)
+        torch.set_rng_state(state)
+        return result
+
+    return build_train_valid_test_data_iterators
 
 
 def _replacements() -> list[Replacement]:
@@ -46,6 +62,11 @@ def _replacements() -> list[Replacement]:
         # bound by name at import, so replaced where it is used
         Replacement(
             "megatron.core.tensor_parallel.random:_lazy_call", lambda original: lambda call, **kwargs: call(), why
+        ),
+        Replacement(
+            "megatron.training.training:build_train_valid_test_data_iterators",
+            _keeping_rng,
+            "data loaders draw from the generator that dropout uses on a CPU; a resumed run must not see that",
         ),
         *norm.replacements(),
         *adam.replacements(),

@@ -1,0 +1,122 @@
+"""UPipe in Megatron's training loop: settings from flags, checks before anything is built, no silent stock model."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron_upipe.config import (
+    EXACT_ROPE_FROM,
+    RotarySettings,
+    UPipeConfig,
+    check_model,
+    check_parallelism,
+)
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.integration.symbols import Replacement
+
+SPEC = "megatron_upipe.layer_specs"
+
+# attribute of the arguments -> flag; without the spec they would do nothing
+UPIPE_FLAGS = {"upipe_heads_per_stage": "--upipe-heads-per-stage", "upipe_rope": "--upipe-rope"}
+
+
+def wants_upipe(args: Namespace) -> bool:
+    """Whether ``--spec`` names one of this package's specs."""
+    return bool(args.spec) and args.spec[0].startswith("megatron_upipe")
+
+
+def check_upipe(args: Namespace) -> None:
+    """Refuses what UPipe cannot do, naming the flag; switches the data loader's attention mask off.
+
+    To be called on parsed arguments before Megatron validates them. Raises UPipeError.
+    """
+    if not wants_upipe(args):
+        for attribute, flag in UPIPE_FLAGS.items():
+            if getattr(args, attribute) is not None:
+                raise UPipeError(f"{flag} does nothing without the spec; add --spec {SPEC} upipe_layer_spec")
+        return
+    if args.context_parallel_size == 1:
+        return
+    check_model(args, training=True)
+    check_parallelism(
+        query_heads=args.num_attention_heads,
+        kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        tensor_parallel_size=args.tensor_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        hierarchical_sizes=args.hierarchical_context_parallel_sizes,
+        heads_per_stage=args.upipe_heads_per_stage,
+        sequence_length=args.seq_length,
+        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
+    )
+    if args.create_attention_mask_in_dataloader:
+        args.create_attention_mask_in_dataloader = False
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("megatron_upipe: --no-create-attention-mask-in-dataloader set; UPipe masks by itself", flush=True)
+
+
+def upipe_config(args: Namespace) -> UPipeConfig:
+    """The plug-in's settings from parsed arguments."""
+    rotary = RotarySettings(
+        base=args.rotary_base,
+        percent=args.rotary_percent,
+        llama3_scaling_factor=8.0 if args.use_rope_scaling else None,  # Megatron ignores --rope-scaling-factor
+        interpolation_factor=args.rotary_seq_len_interpolation_factor,
+    )
+    rope = args.upipe_rope or ("exact" if (args.seq_length or 0) >= EXACT_ROPE_FROM else "stock")
+    return UPipeConfig(heads_per_stage=args.upipe_heads_per_stage, rope=rope, rotary=rotary)
+
+
+def check_layers(model: list) -> None:
+    """Raises UPipeError unless every self-attention in the model is UPipe's."""
+    from megatron.core.transformer.attention import Attention
+
+    from megatron_upipe.attention.module import UPipeSelfAttention
+
+    attentions = [(n, m) for chunk in model for n, m in chunk.named_modules() if isinstance(m, Attention)]
+    others = [(name, type(m).__name__) for name, m in attentions if not isinstance(m, UPipeSelfAttention)]
+    if others:
+        name, kind = others[0]
+        raise UPipeError(
+            f"--spec asks for UPipe but {len(others)} of {len(attentions)} attention layers are not UPipe, the first "
+            f"{name} ({kind}); check the log above for a spec that failed to import"
+        )
+
+
+def _with_upipe_config(original: Callable) -> Callable:
+    def core_transformer_config_from_args(args: Namespace, config_class: type | None = None) -> Any:
+        config = original(args, config_class)
+        if wants_upipe(args):
+            config.upipe = upipe_config(args)
+        return config
+
+    return core_transformer_config_from_args
+
+
+def _checked(original: Callable) -> Callable:
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        result = original(*args, **kwargs)
+        if wants_upipe(get_args()):
+            check_layers(result[0])
+        return result
+
+    return setup_model_and_optimizer
+
+
+def replacements() -> list[Replacement]:
+    return [
+        Replacement(
+            "megatron.training.argument_utils:core_transformer_config_from_args",
+            _with_upipe_config,
+            "hands the plug-in's settings to the layers",
+        ),
+        Replacement(
+            "megatron.training.training:setup_model_and_optimizer",
+            _checked,
+            "stops a run in which an attention layer is not UPipe (Megatron trains the stock model if a spec fails)",
+        ),
+    ]

@@ -1,0 +1,1 @@
+"""Knowing what a run needs: live bytes."""
