@@ -53,7 +53,7 @@ class InputGradient:
         dtype = like.dtype
         if additions > self.MOST_IN_LOW_PRECISION:
             dtype = torch.promote_types(dtype, torch.float32)
-        self._sum = torch.zeros_like(like, dtype=dtype)
+        self._sum = torch.zeros(like.shape, dtype=dtype, device=like.device)  # contiguous, whatever x is
 
     def add(self, gradient: Tensor, rows: Tensor) -> None:
         """Adds ``gradient`` [s*b, n] times ``rows`` [n, hidden]."""

@@ -96,18 +96,30 @@ def stock_attention(case: Case, groups: ProcessGroupCollection) -> torch.nn.Modu
     return module
 
 
-def upipe_attention(case: Case, p: int, r: int, stock: torch.nn.Module) -> torch.nn.Module:
-    """UPipe's self-attention with the stock module's weights."""
+def upipe_attention(
+    case: Case, p: int, r: int, stock: torch.nn.Module, tp: int = 1, sp: bool = False
+) -> torch.nn.Module:
+    """UPipe's self-attention with this tensor-parallel rank's part of the stock module's weights."""
     from megatron_upipe.layers.transformer_layer import upipe_submodules
 
-    config = make_config(case, p, r)
+    config = make_config(case, p, r, tensor_model_parallel_size=tp, sequence_parallel=sp)
     spec = upipe_submodules(config).self_attention
     groups = ProcessGroupCollection.use_mpu_process_groups()
     module = build_module(spec, config=config, layer_number=1, pg_collection=groups).double()
     assert module.attn_mask_type == AttnMaskType.causal
-    missing = module.load_state_dict(stock.state_dict(), strict=False)
-    assert not missing.missing_keys and all("core_attention" in key for key in missing.unexpected_keys), missing
+    names = dict(module.named_parameters())
+    assert set(names) == set(dict(stock.named_parameters())), "parameter names are Megatron's"
+    with torch.no_grad():
+        for name, whole in stock.named_parameters():
+            names[name].copy_(tp_shard(name, whole, tp))
     return module
+
+
+def tp_shard(name: str, whole: torch.Tensor, tp: int) -> torch.Tensor:
+    """This rank's part of a parameter of self-attention, or of its gradient."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    dims = {"linear_qkv.weight": 0, "linear_qkv.bias": 0, "linear_proj.weight": 1}
+    return whole.chunk(tp, dims[name])[rank] if name in dims else whole
 
 
 def _randomise(module: torch.nn.Module) -> None:
@@ -135,27 +147,37 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-300)).item()
 
 
-def compare(case: Case, p: int, r: int, groups: ProcessGroupCollection) -> dict[str, float]:
-    """Relative errors of output, dx and every weight gradient (summed over the context-parallel group). Collective."""
+def compare(
+    case: Case, p: int, r: int, groups: ProcessGroupCollection, tp: int = 1, sp: bool = False, strided: bool = False
+) -> dict[str, float]:
+    """Relative errors of output, dx and every weight gradient, summed as Megatron's finalize does. Collective.
+
+    ``strided``: x and dy are views that are not contiguous.
+    """
     layout, rank = SequenceLayout(p, r), parallel_state.get_context_parallel_rank()
     length = 2 * layout.size * case.chunk
     stock = stock_attention(case, groups)
-    upipe = upipe_attention(case, p, r, stock)
+    upipe = upipe_attention(case, p, r, stock, tp, sp)
     generator = torch.Generator().manual_seed(11)
     x = torch.randn(length, case.micro_batch, case.hidden, dtype=torch.float64, generator=generator)
     dy = torch.randn(length, case.micro_batch, case.hidden, dtype=torch.float64, generator=generator)
     table = rotary_table(case, length)
 
+    def mine(tensor: torch.Tensor) -> torch.Tensor:
+        shard = local(tensor, layout, rank)
+        shard = shard.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()] if sp else shard
+        return shard.transpose(0, 1).contiguous().transpose(0, 1) if strided else shard.contiguous()
+
     whole = x.clone().requires_grad_()
     wanted, wanted_bias = stock(whole, None, rotary_pos_emb=table)
     wanted.backward(dy)
-    shard = local(x, layout, rank).requires_grad_()
+    shard = mine(x).requires_grad_()
     found, bias = upipe(shard, None, rotary_pos_emb=local(table, layout, rank))
-    found.backward(local(dy, layout, rank))
+    found.backward(mine(dy))
 
     errors = {
-        "output": relative_error(found.detach(), local(wanted.detach(), layout, rank)),
-        "dx": relative_error(shard.grad, local(whole.grad, layout, rank)),
+        "output": relative_error(found.detach(), mine(wanted.detach())),
+        "dx": relative_error(shard.grad, mine(whole.grad)),
     }
     assert (bias is None) == (wanted_bias is None)
     gradients = dict(upipe.named_parameters())
@@ -165,5 +187,7 @@ def compare(case: Case, p: int, r: int, groups: ProcessGroupCollection) -> dict[
             continue
         gradient = gradients[name].grad.clone()
         dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
-        errors[name] = relative_error(gradient, parameter.grad)
+        if "layernorm" in name:
+            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+        errors[name] = relative_error(gradient, tp_shard(name, parameter.grad, tp))
     return errors

@@ -1,6 +1,7 @@
 """The headline: stock weights give the stock result, in fp64, for all legal heads per stage."""
 
 import pytest
+import torch
 from attention.modules import TOLERANCE, Case, compare, initialize, single_rank_groups
 
 from megatron_upipe.attention.schedule import legal_heads_per_stage
@@ -17,10 +18,10 @@ def cases(p):
                 yield Case(heads=heads, kv_heads=kv_heads, heads_per_stage=u, micro_batch=micro_batch)
 
 
-def _compare_all(rank, p, r, all_cases):
-    initialize(p, r)
+def _compare_all(rank, p, r, all_cases, tp=1, sp=False, strided=False):
+    initialize(p, r, tp)
     groups = single_rank_groups()
-    return [compare(case, p, r, groups) for case in all_cases]
+    return [compare(case, p, r, groups, tp, sp, strided) for case in all_cases]
 
 
 def check(found, all_cases):
@@ -63,3 +64,39 @@ def test_configurations(workers, name):
         Case(config=CONFIGURATIONS[name], heads=8, kv_heads=1, heads_per_stage=4),
     ]
     check(workers.run(4, _compare_all, 2, 2, all_cases), all_cases)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize(("tp", "p", "r"), [(2, 2, 1), (2, 1, 2), (2, 2, 2)])
+def test_tensor_parallel(workers, tp, p, r, sp):
+    """Stages within a tensor-parallel rank's heads; with sequence parallelism x and y are sharded once more."""
+    norms = dict(qk_layernorm=True, add_qkv_bias=True)
+    all_cases = [Case(chunk=4), Case(chunk=4, heads=16, kv_heads=2, heads_per_stage=4), Case(chunk=4, config=norms)]
+    check(workers.run(tp * p * r, _compare_all, p, r, all_cases, tp, sp), all_cases)
+
+
+def test_world_larger_than_the_context_parallel_group(workers):
+    """Data parallel 2: groups, not global ranks, decide who sends to whom."""
+    all_cases = [Case(heads_per_stage=6), Case(heads=8, kv_heads=1)]
+    check(workers.run(8, _compare_all, 2, 2, all_cases), all_cases)
+
+
+def test_inputs_that_are_not_contiguous(workers):
+    all_cases = [Case(), Case(heads_per_stage=6)]
+    check(workers.run(4, _compare_all, 2, 2, all_cases, 1, False, True), all_cases)
+
+
+def _compare_poisoned(rank, p, r, all_cases):
+    """New memory is NaN: whatever is read before it is written shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        assert torch.empty(3).isnan().all()
+        return _compare_all(rank, p, r, all_cases)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_poisoned_memory(workers):
+    all_cases = [Case(heads_per_stage=2), Case(heads=8, kv_heads=1), Case(heads_per_stage=12)]
+    check(workers.run(4, _compare_poisoned, 2, 2, all_cases), all_cases)

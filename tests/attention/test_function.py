@@ -1,0 +1,245 @@
+"""The autograd node: what it stores, when, and how gradients reach the parameters."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from attention.modules import (
+    Case,
+    initialize,
+    local,
+    rotary_table,
+    single_rank_groups,
+    stock_attention,
+    upipe_attention,
+)
+from megatron.core import parallel_state
+
+from megatron_upipe.attention.gradients import InputGradient, WeightGradient
+from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.planning.live_bytes import LiveBytes
+
+LAYOUT = SequenceLayout(2, 1)
+
+
+def build(case=None):
+    initialize(2, 1)
+    case = case or Case()
+    module = upipe_attention(case, 2, 1, stock_attention(case, single_rank_groups()))
+    length = 2 * LAYOUT.size * case.chunk
+    rank = parallel_state.get_context_parallel_rank()
+    torch.manual_seed(5)
+    x = torch.randn(length // LAYOUT.size, case.micro_batch, case.hidden, dtype=torch.float64)
+    return module, x, local(rotary_table(case, length), LAYOUT, rank)
+
+
+def _grad_modes(rank):
+    module, x, table = build()
+    wanted = module(x.clone().requires_grad_(), None, rotary_pos_emb=table)[0]
+    assert wanted.grad_fn is not None
+    stored = {"keep": [], "nothing": []}
+    for mode in ("no_grad", "inference_mode", "eval under no_grad"):
+        module.train(mode != "eval under no_grad")
+        with torch.inference_mode() if mode == "inference_mode" else torch.no_grad(), LiveBytes() as live:
+            y = module(x, None, rotary_pos_emb=table)[0]
+        assert y.grad_fn is None and torch.equal(y, wanted.detach())
+        gc.collect()
+        stored["nothing"].append(live.now - y.nbytes)
+    module.eval()  # evaluation mode alone does not stop gradients
+    with LiveBytes() as live:
+        y = module(x, None, rotary_pos_emb=table)[0]
+    assert y.grad_fn is not None
+    stored["keep"].append(live.now - y.nbytes)
+    return stored
+
+
+def test_without_gradients_nothing_is_stored(workers):
+    for stored in workers.run(2, _grad_modes):
+        assert set(stored["nothing"]) == {0}
+        assert stored["keep"][0] > 0
+
+
+def _frees(rank):
+    module, x, table = build()
+    y, _ = module(x.requires_grad_(), None, rotary_pos_emb=table)
+    kept = weakref.ref(y.grad_fn.saved_tensors[1].untyped_storage())
+    y.sum().backward()
+    del y
+    gc.collect()
+    return kept() is None
+
+
+def test_backward_lets_go_of_the_keep_store(workers):
+    assert workers.run(2, _frees) == [True, True]
+
+
+def _frozen(rank, names):
+    module, x, table = build(Case(config=dict(qk_layernorm=True, add_qkv_bias=True)))
+    parameters = dict(module.named_parameters())
+    y, _ = module(x.requires_grad_(), None, rotary_pos_emb=table)
+    y.sum().backward()
+    wanted = {name: p.grad for name, p in parameters.items()}
+    module.zero_grad(set_to_none=True)
+    for name in names:
+        parameters[name].requires_grad_(False)
+    y, _ = module(x.detach(), None, rotary_pos_emb=table)
+    y.sum().backward()
+    for name, parameter in parameters.items():
+        if name in names:
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, wanted[name])
+    return len(parameters)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["linear_qkv.weight"],
+        ["linear_proj.weight", "q_layernorm.weight"],
+        ["linear_qkv.weight", "linear_qkv.bias", "k_layernorm.weight"],
+    ],
+)
+def test_frozen_parameters_get_no_gradient(workers, names):
+    assert workers.run(2, _frozen, names) == [5, 5]
+
+
+def _fused(rank):
+    """Two micro-batches with gradient accumulation fusion: main_grad in fp32 has the sum, .grad nothing."""
+    module, x, table = build()
+    parameters = dict(module.named_parameters())
+    for _ in range(2):
+        module(x, None, rotary_pos_emb=table)[0].square().sum().backward()
+    wanted = {name: p.grad.clone() for name, p in parameters.items()}
+    module.zero_grad(set_to_none=True)
+    object.__setattr__(module.plan, "fuse_weight_gradients", True)
+    for p in parameters.values():
+        p.main_grad = torch.zeros(p.shape, dtype=torch.float32)
+        p.grad_added_to_main_grad = False
+        p.zero_out_wgrad = True
+    for _ in range(2):
+        module(x, None, rotary_pos_emb=table)[0].square().sum().backward()
+    for name, p in parameters.items():
+        assert p.grad_added_to_main_grad is True
+        assert torch.equal(p.grad, torch.zeros_like(p)), "a placeholder that adds nothing"
+        torch.testing.assert_close(p.main_grad, wanted[name].float(), rtol=1e-5, atol=1e-4)
+    return True
+
+
+def test_fused_gradients_go_to_main_grad(workers):
+    assert workers.run(2, _fused) == [True, True]
+
+
+def _recomputed(rank, reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    module, x, table = build()
+    results = []
+    for wrap in (False, True):
+        module.zero_grad(set_to_none=True)
+        leaf = x.clone().requires_grad_()
+
+        def call(t):
+            return module(t, None, rotary_pos_emb=table)[0]
+
+        y = checkpoint(call, leaf, use_reentrant=reentrant) if wrap else call(leaf)
+        y.square().sum().backward()
+        results.append((y.detach(), leaf.grad, module.linear_qkv.weight.grad.clone()))
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_activation_checkpointing(workers, reentrant):
+    assert workers.run(2, _recomputed, reentrant) == [True, True]
+
+
+def _bitwise(rank):
+    module, x, table = build()
+    first = module(x, None, rotary_pos_emb=table)[0]
+    first.square().sum().backward()
+    gradient = module.linear_qkv.weight.grad.clone()
+    module.zero_grad(set_to_none=True)
+    second = module(x, None, rotary_pos_emb=table)[0]
+    second.square().sum().backward()
+    return torch.equal(first, second) and torch.equal(gradient, module.linear_qkv.weight.grad)
+
+
+def test_repeats_bit_for_bit(workers):
+    assert workers.run(2, _bitwise) == [True, True]
+
+
+def _refusals(rank):
+    module, x, table = build()
+    messages = {}
+    given = {
+        "mask": dict(attention_mask=torch.ones(1)),
+        "attention_bias": dict(attention_bias=torch.ones(1)),
+        "packed_seq_params": dict(packed_seq_params=object()),
+        "key_value_states": dict(key_value_states=x),
+        "sequence_len_offset": dict(sequence_len_offset=3),
+        "inference": dict(inference_context=object()),
+    }
+    for name, arguments in given.items():
+        with pytest.raises(UPipeError) as refused:
+            module(x, **{"attention_mask": None, **arguments}, rotary_pos_emb=table)
+        messages[name] = str(refused.value)
+    handle = module.linear_qkv.register_forward_hook(lambda *a: None)
+    with pytest.raises(UPipeError) as refused:
+        module(x, None, rotary_pos_emb=table)
+    messages["hook"] = str(refused.value)
+    handle.remove()
+    wrapped, module.linear_proj = module.linear_proj, torch.nn.Linear(2, 2)
+    with pytest.raises(UPipeError) as refused:
+        module(x, None, rotary_pos_emb=table)
+    messages["wrapped"] = str(refused.value)
+    module.linear_proj = wrapped
+    module(x, None, rotary_pos_emb=table)  # the twin: nothing is left of it
+    return messages
+
+
+def test_refuses_at_run_time(workers):
+    messages = workers.run(2, _refusals)[0]
+    assert "--no-create-attention-mask-in-dataloader" in messages["mask"]
+    for name in ("attention_bias", "packed_seq_params", "key_value_states", "sequence_len_offset"):
+        assert messages[name] == f"{name} is not supported by UPipe with context parallelism; pass None"
+    assert "generate with the stock spec, from the same checkpoint" in messages["inference"]
+    assert messages["hook"].startswith("linear_qkv is wrapped, hooked or its weight is computed")
+    assert "linear_proj" in messages["wrapped"] and "(Linear)" in messages["wrapped"]
+
+
+def _one_rank(rank):
+    """P*R = 1 goes to the stock path, masks and all."""
+    parallel_state.initialize_model_parallel()
+    case = Case()
+    stock = stock_attention(case, single_rank_groups())
+    module = upipe_attention(case, 1, 1, stock)
+    x = torch.randn(6, 3, case.hidden, dtype=torch.float64)
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).triu(1)
+    assert module.describe() == "one context-parallel rank: Megatron's own attention"
+    return torch.equal(module(x, mask)[0], stock(x, mask)[0])
+
+
+def test_one_context_parallel_rank_is_stock(workers):
+    assert workers.run(1, _one_rank) == [True]
+
+
+@pytest.mark.parametrize(("additions", "dtype"), [(8, torch.bfloat16), (9, torch.float32)])
+def test_input_gradient_precision(additions, dtype):
+    x = torch.zeros(3, 2, 4, dtype=torch.bfloat16)
+    total = InputGradient(x, additions)
+    assert total._sum.dtype == dtype
+    rows = torch.randn(5, 4).bfloat16()
+    gradient = torch.randn(6, 5).bfloat16()
+    total.add(gradient, rows)
+    assert total.result().dtype == torch.bfloat16
+    torch.testing.assert_close(total.result().flatten(0, 1), gradient @ rows, rtol=0.02, atol=0.02)
+
+
+def test_weight_gradient_pieces():
+    parameter = torch.nn.Parameter(torch.zeros(4, 3))
+    gradient = WeightGradient(parameter, fuse=True)  # without main_grad there is nothing to fuse into
+    gradient.write(lambda w: w[::2], torch.ones(2, 3))
+    gradient.write(lambda w: w[1::2], torch.full((6,), 2.0))
+    assert torch.equal(gradient.result(), torch.tensor([[1.0] * 3, [2.0] * 3] * 2))
