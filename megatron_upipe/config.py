@@ -17,7 +17,7 @@ from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.errors import UPipeError
 
 ROPE_MODES = ("stock", "exact")
-# Below this many tokens Megatron's fp32 RoPE angles are off by at most 0.004 rad; at 8M by 0.25 rad.
+# Megatron's fp32 RoPE angles are off by an error that grows with the position (see attention/rotary.py).
 EXACT_ROPE_FROM = 128 * 1024
 
 
@@ -141,7 +141,7 @@ def check_parallelism(
         nearest = below if below and sequence_length - below <= above - sequence_length else above
         raise UPipeError(
             f"--seq-length {sequence_length} is not a multiple of {unit} (2 x P x R"
-            f"{' x tensor-parallel size' if sequence_parallel else ''}); the nearest that is is {nearest}"
+            f"{' x tensor-parallel size' if sequence_parallel else ''}); the nearest multiple is {nearest}"
         )
 
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 MODEL = shlex.split(
-    """--num-layers 2 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 6 --group-query-attention
-    --num-query-groups 2 --seq-length 96 --max-position-embeddings 96 --position-embedding-type rope
+    """--num-layers 2 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 8 --group-query-attention
+    --num-query-groups 4 --seq-length 96 --max-position-embeddings 96 --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0"""
 )

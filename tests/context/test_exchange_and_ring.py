@@ -1,0 +1,119 @@
+"""Exchange and ring on real process groups: every element in its place, only K and V travel."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_upipe.context.exchange import to_heads, to_sequence
+from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.context.ring import Transfer, ring_backward, ring_forward
+from megatron_upipe.kernels.reference import ReferenceKernel
+
+
+def encoded(positions, b, heads, d):
+    """[s, b, heads, d] whose values say where they come from."""
+    index = [torch.tensor(positions), torch.arange(b), torch.arange(heads), torch.arange(d)]
+    grids = torch.meshgrid(*index, indexing="ij")
+    return (grids[0] * 1000 + grids[1] * 100 + grids[2] * 10 + grids[3]).double()
+
+
+def _exchange(rank, p, strided):
+    layout = SequenceLayout(p, 1)
+    length, b, n, d = 2 * p * 3, 2, 2, 5
+    positions = [i for half in layout.positions(rank, length) for i in half]
+    shard = encoded(positions, b, p * n, d)
+    if strided:
+        shard = shard.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    group = dist.group.WORLD if p > 1 else None
+    heads = to_heads(shard, group)
+    wanted = encoded(list(range(length)), b, p * n, d)[:, :, rank * n : (rank + 1) * n].permute(1, 2, 0, 3)
+    assert torch.equal(heads, wanted)
+    assert heads.is_contiguous()
+    assert torch.equal(to_sequence(heads, group), shard)
+    return True
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_exchange_puts_every_element_in_its_place_and_back(workers, p, strided):
+    assert all(workers.run(p, _exchange, p, strided))
+
+
+def _count_sent(rank, causal):
+    """Bytes that a forward and a backward send around the ring."""
+    size = dist.get_world_size()
+    sent = []
+    original = dist.P2POp
+
+    def counting(op, tensor, *args):
+        if op is dist.isend:
+            sent.append(tensor.nbytes)
+        return original(op, tensor, *args)
+
+    dist.P2POp = counting
+    try:
+        torch.manual_seed(rank)
+        q, kv = torch.randn(2, 6, 8, 4).double(), torch.randn(2, 2 * 3, 8, 4).double()
+        kernel = ReferenceKernel()
+        out, lse = ring_forward(kernel, q, kv, causal, 0.5, dist.group.WORLD)
+        forward = sum(sent)
+        ring_backward(kernel, torch.ones_like(out), q, kv, out, lse, causal, 0.5, dist.group.WORLD)
+    finally:
+        dist.P2POp = original
+    return forward == (size - 1) * kv.nbytes and sum(sent) - forward == (2 * size - 1) * kv.nbytes
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ring_sends_kv_heads_only(workers, size, causal):
+    """K and V once around in forward; in backward once more, and their gradients home."""
+    assert all(workers.run(size, _count_sent, causal))
+
+
+def _non_causal(rank):
+    size = dist.get_world_size()
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(1, n, 8 * size, 4).double().requires_grad_() for n in (4, 2, 2))
+    cotangent = torch.randn(1, 4, 8 * size, 4).double()
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.5, enable_gqa=True)
+    wanted.backward(cotangent)
+    mine = slice(rank * 8, (rank + 1) * 8)
+    kv = torch.cat((k, v), 1)[:, :, mine].detach().contiguous()
+    local_q, kernel, group = q[:, :, mine].detach(), ReferenceKernel(), dist.group.WORLD
+    out, lse = ring_forward(kernel, local_q, kv, False, 0.5, group)
+    dq, dkv = ring_backward(kernel, cotangent[:, :, mine], local_q, kv, out, lse, False, 0.5, group)
+    pairs = [(out, wanted), (dq, q.grad), (dkv[:, :2], k.grad), (dkv[:, 2:], v.grad)]
+    return max((a - b[:, :, mine]).abs().max().item() for a, b in pairs)
+
+
+def test_non_causal_ring(workers):
+    assert max(workers.run(3, _non_causal)) < 1e-12
+
+
+def _guards(rank):
+    transfer = Transfer(torch.full((2,), float(rank)), dist.group.WORLD, 0)
+    received = transfer.wait()
+    with pytest.raises(RuntimeError, match="wait called twice"):
+        transfer.wait()
+    with pytest.raises(ValueError, match="must be contiguous"):
+        Transfer(torch.zeros(4, 4).t()[:, :2], dist.group.WORLD, 0)
+    return received[0].item()
+
+
+def test_transfer_guards(workers):
+    assert workers.run(3, _guards) == [2.0, 0.0, 1.0]
+
+
+def _partner_is_gone(rank):
+    from datetime import timedelta
+
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)time"):
+            Transfer(torch.zeros(2), group, 0).wait()
+    dist.barrier()
+    return True
+
+
+def test_a_missing_partner_ends_in_an_error_not_a_hang(workers):
+    assert workers.run(2, _partner_is_gone) == [True, True]

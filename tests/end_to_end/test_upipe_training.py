@@ -1,0 +1,117 @@
+"""UPipe in Megatron's training loop: the stock run's losses, from scratch and from a stock checkpoint."""
+
+from pathlib import Path
+
+import pytest
+from end_to_end.training import MODEL, TRAINING, launch, train
+
+UPIPE = ["--spec", "megatron_upipe.layer_specs", "upipe_layer_spec"]
+CP2 = [*UPIPE, "--context-parallel-size", "2"]
+USP = [*UPIPE, "--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "2"]
+TOLERANCE = 1e-4  # of losses, fp32
+NORM_TOLERANCE = 1e-3  # of gradient norms: Adam turns rounding of tiny gradients into steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("upipe")
+
+
+@pytest.fixture(scope="module")
+def stock(folder):
+    """The stock spec on one rank, with a checkpoint after every second iteration."""
+    return train(folder, "stock", 1, "--save", str(folder / "checkpoint"), "--save-interval", "2")
+
+
+def assert_close(found, expected):
+    for key, value in found.items():
+        tolerance = NORM_TOLERANCE if key.startswith("grad norm") else TOLERANCE
+        assert abs(value - expected[key]) <= tolerance * abs(expected[key]), (key, found, expected)
+
+
+LAYOUTS = {
+    "P 2 x R 2": (4, [*USP, "--upipe-heads-per-stage", "4"]),
+    "data parallel 2, overlapped": (4, [*CP2, "--overlap-grad-reduce", "--overlap-param-gather"]),
+    "TP 2 + sequence parallel": (4, [*CP2, "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "pipeline 2": (4, [*CP2, "--pipeline-model-parallel-size", "2", "--calculate-per-token-loss"]),
+    "one context-parallel rank": (1, [*UPIPE]),
+    "exact rope": (2, [*CP2, "--upipe-rope", "exact"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_trains_as_stock_does(folder, stock, name):
+    ranks, flags = LAYOUTS[name]
+    found = train(folder, name, ranks, *flags)
+    assert set(found) == set(stock)
+    if name == "pipeline 2":
+        # without tied embeddings each stage starts from its own seed; compare with the stock spec on two stages
+        reference = train(folder, "stock pipeline", 2, "--pipeline-model-parallel-size", "2")
+        assert_close(found, reference)
+    else:
+        assert_close(found, stock)
+
+
+def test_stock_checkpoint_trains_on_under_upipe(folder, stock):
+    """The headline: switched on in the middle of a run, the curve is the stock run's."""
+    (folder / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("2")
+    # parallelism changes, so the saved random state of one rank is left out
+    found = train(folder, "continued", 4, *USP, "--load", str(folder / "checkpoint"), "--no-load-rng")
+    assert {"lm loss 3", "lm loss 4", "grad norm 4", "test lm loss 4"} <= set(found) and "lm loss 2" not in found
+    assert_close(found, stock)
+
+
+def test_plan_is_printed_once(folder):
+    done = launch(2, *MODEL, *TRAINING, *CP2, "--data-cache-path", str(folder / "cache"))
+    assert done.returncode == 0
+    plans = [line for line in done.stdout.splitlines() if "stages of U" in line]
+    assert plans == [
+        "megatron_upipe: 8 query and 4 KV heads of size 6 per tensor-parallel rank, 4 stages of U = 2 heads, "
+        "P = 2 (Ulysses) x R = 1 (ring), kernel torch-cpu, rope stock"
+    ]
+    assert done.stdout.count("--no-create-attention-mask-in-dataloader set") == 1
+
+
+def _refused(*flags):
+    done = launch(2, *MODEL, *TRAINING, *flags)
+    assert done.returncode != 0 and "[rank0]" not in done.stderr, done.stderr[-3000:]
+    errors = {line for line in done.stderr.splitlines() if line.startswith("megatron_upipe: error")}
+    assert len(errors) == 1
+    return errors.pop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([*CP2, "--upipe-heads-per-stage", "3"], "--upipe-heads-per-stage 3 is not possible"),
+        ([*CP2, "--sft"], "--sft is not supported by UPipe"),
+        (["--upipe-heads-per-stage", "2"], "--upipe-heads-per-stage does nothing without the spec"),
+    ],
+)
+def test_refused_before_training(flags, message):
+    assert message in _refused(*flags)
+
+
+SPEC_WITH_A_STOCK_LAYER = """
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+"""
+
+
+def test_a_run_without_upipe_layers_stops(folder, monkeypatch):
+    """A spec under the package's name that builds stock attention, as a failed import would."""
+    package = folder / "megatron_upipe_other"
+    package.mkdir()
+    Path(package, "__init__.py").write_text(SPEC_WITH_A_STOCK_LAYER)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    message = _refused("--spec", "megatron_upipe_other", "spec")
+    assert "2 of 2 attention layers are not UPipe, the first" in message and "(SelfAttention)" in message
+
+
+def test_import_error_in_the_spec_module_is_loud(folder, monkeypatch):
+    """Megatron would swallow it and train the stock model."""
+    hidden = folder / "hidden" / "sitecustomize.py"
+    hidden.parent.mkdir()
+    hidden.write_text("import sys; sys.modules['megatron_upipe.layers.transformer_layer'] = None\n")
+    monkeypatch.setenv("PYTHONPATH", str(hidden.parent))
+    assert "megatron_upipe.layer_specs cannot be imported" in _refused(*CP2)

@@ -1,0 +1,138 @@
+"""What UPipe refuses, by flag, and what it takes: each refusal has its twin."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_upipe import config
+from megatron_upipe.config import RotarySettings, UPipeConfig, check_model, check_parallelism
+from megatron_upipe.errors import UPipeError
+
+GOOD = dict(
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    fp32_residual_connection=False,
+    multi_latent_attention=False,
+    mtp_num_layers=None,
+    window_size=None,
+    softmax_type="vanilla",
+    hybrid_context_parallel=False,
+    attention_output_gate=False,
+    recompute_granularity=None,
+    recompute_modules=None,
+    position_embedding_type="rope",
+    sft=False,
+    dataloader_inter_document_masking=False,
+    reset_attention_mask=False,
+    reset_position_ids=False,
+)
+
+BAD = [
+    ("attention_dropout", 0.1, "--attention-dropout 0.1 is not supported by UPipe .*; set it to 0"),
+    ("hidden_dropout", 0.1, "--hidden-dropout 0.1 .*; set it to 0"),
+    ("fp32_residual_connection", True, "--fp32-residual-connection is not supported .*; leave it out"),
+    ("multi_latent_attention", True, "--multi-latent-attention is not"),
+    ("mtp_num_layers", 1, "--mtp-num-layers 1 is not"),
+    ("window_size", (128, 0), "--window-size 128 0 is not"),
+    ("softmax_type", "learnable", "--softmax-type learnable .*; use vanilla"),
+    ("softmax_type", "off-by-one", "--softmax-type off-by-one"),
+    ("hybrid_context_parallel", True, "--hybrid-context-parallel is not"),
+    ("dynamic_context_parallel", True, "--dynamic-context-parallel is not"),
+    ("attention_output_gate", True, "--attention-output-gate is not"),
+    ("fp8", "hybrid", "--fp8-format hybrid is not"),
+    ("position_embedding_type", "learned_absolute", "--position-embedding-type learned_absolute .*; use rope or none"),
+    ("sft", True, "--sft is not"),
+    ("dataloader_inter_document_masking", True, "--dataloader-inter-document-masking is not"),
+    ("reset_attention_mask", True, "--reset-attention-mask is not"),
+    ("reset_position_ids", True, "--reset-position-ids is not"),
+    ("use_megatron_fsdp", True, "--use-megatron-fsdp is not .*; use --use-distributed-optimizer"),
+]
+
+
+def settings(**changes):
+    return SimpleNamespace(**{**GOOD, **changes})
+
+
+@pytest.mark.parametrize(("attribute", "value", "message"), BAD)
+def test_refuses(attribute, value, message):
+    with pytest.raises(UPipeError, match=message):
+        check_model(settings(**{attribute: value}), training=True)
+
+
+def test_takes_what_is_legal():
+    check_model(settings(), training=True)
+    check_model(settings(position_embedding_type="none"), training=True)
+    check_model(SimpleNamespace())  # attributes of other Megatron versions may be missing
+    check_model(settings(recompute_granularity="selective", recompute_modules=["mlp", "layernorm"]))
+
+
+def test_every_rule_is_tried():
+    tried = {attribute for attribute, _, _ in BAD}
+    untried = {rule.attribute for rule in config._MODEL + config._TRAINING} - tried
+    for attribute in untried:  # switches that are only on or off
+        with pytest.raises(UPipeError, match=attribute.replace("_", ".")[:6]):
+            check_model(settings(**{attribute: True}), training=True)
+
+
+def test_core_attention_recompute_is_refused():
+    with pytest.raises(UPipeError, match="--recompute-modules core_attn does nothing under UPipe"):
+        check_model(settings(recompute_granularity="selective", recompute_modules=["core_attn"]))
+
+
+def parallelism(**changes):
+    given = dict(
+        query_heads=32,
+        kv_heads=8,
+        tensor_parallel_size=1,
+        context_parallel_size=8,
+        hierarchical_sizes=None,
+        heads_per_stage=None,
+        sequence_length=1024,
+        sequence_parallel=False,
+    )
+    check_parallelism(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(heads_per_stage=12), "--upipe-heads-per-stage 12 .* nearest legal value is 8"),
+        (dict(query_heads=30, kv_heads=10), "P = 8 does not fit 30 query heads and 10 KV heads .* nearest P that does"),
+        (dict(hierarchical_sizes=[4, 4]), r"P\*R = 16 is not --context-parallel-size 8"),
+        (dict(sequence_length=1002), r"--seq-length 1002 is not a multiple of 16 \(2 x P x R\); .* is 1008"),
+        (dict(sequence_length=5), "the nearest multiple is 16"),
+        (
+            dict(tensor_parallel_size=4, sequence_parallel=True, context_parallel_size=2, sequence_length=1030),
+            r"--seq-length 1030 is not a multiple of 16 \(2 x P x R x tensor-parallel size\); .* is 1024",
+        ),
+        (dict(tensor_parallel_size=16), "--tensor-model-parallel-size 16 does not divide 8 KV heads .* is 8"),
+    ],
+)
+def test_parallelism_refuses_and_names_the_nearest(changes, message):
+    with pytest.raises(UPipeError, match=message):
+        parallelism(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(heads_per_stage=8),
+        dict(hierarchical_sizes=[4, 2]),
+        dict(sequence_length=1008),
+        dict(tensor_parallel_size=8, context_parallel_size=4),
+        dict(tensor_parallel_size=4, sequence_parallel=True, context_parallel_size=2, sequence_length=1024),
+        dict(sequence_length=None),
+    ],
+)
+def test_parallelism_accepts(changes):
+    parallelism(**changes)
+
+
+def test_rope_modes():
+    assert UPipeConfig().rope == "stock"
+    assert UPipeConfig(rope="exact", rotary=RotarySettings()).rope == "exact"
+    with pytest.raises(UPipeError, match="--upipe-rope fast does not exist; choose stock or exact"):
+        UPipeConfig(rope="fast")
+    with pytest.raises(UPipeError, match="--upipe-rope exact needs the rotary settings"):
+        UPipeConfig(rope="exact")
