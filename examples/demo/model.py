@@ -42,10 +42,20 @@ TRAINING = {
 }
 
 
+ULYSSES_SIZE, RING_SIZE = 2, 2
+
+UPIPE = {
+    "--spec": ("megatron_upipe.layer_specs", "upipe_layer_spec"),
+    "--context-parallel-size": ULYSSES_SIZE * RING_SIZE,
+    "--hierarchical-context-parallel-sizes": (ULYSSES_SIZE, RING_SIZE),
+}
+
+
 def as_flags(*groups: dict) -> list[str]:
-    """Flattens ``{flag: value}`` groups into a command line; None is a flag without a value."""
+    """Flattens ``{flag: value}`` groups into a command line; None is a flag without a value, a tuple several."""
     flags: list[str] = []
     for group in groups:
         for flag, value in group.items():
-            flags += [flag] if value is None else [flag, str(value)]
+            values = () if value is None else value if isinstance(value, tuple) else (value,)
+            flags += [flag, *map(str, values)]
     return flags

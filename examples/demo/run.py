@@ -1,4 +1,6 @@
-"""Trains a small Llama on real text through Megatron's pretrain(), in two layouts, and compares them.
+"""Trains a small Llama on real text through Megatron's pretrain() and compares the losses.
+
+The stock spec on 1 rank; the stock spec with TP 2 and sequence parallel on 2 ranks; UPipe on 4 ranks.
 
 Run by ``make demo``. Files go to .demo/ (data, logs, metrics). Exits 1 when the losses do not agree or do not fall.
 """
@@ -13,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data import prepare
-from model import MODEL, TRAINING, as_flags
+from model import MODEL, RING_SIZE, SEQUENCE_LENGTH, TRAINING, ULYSSES_SIZE, UPIPE, as_flags
 
 ROOT = Path(__file__).resolve().parents[2] / ".demo"
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "attention_peak.py"
 AGREE = 1e-4  # relative, fp32
 FALL = 0.30
 # glibc gives large tensors back to the kernel and faults their pages in again at every step; let it keep them.
@@ -45,7 +48,7 @@ class Run:
             *("--data-path", str(data), "--data-cache-path", str(ROOT / "cache")),
             *("--upipe-metrics", str(self.metrics)),
         ]
-        print(f"\n== {self.title}: {self.ranks} rank{'s' * (self.ranks > 1)} (everything: {log})", flush=True)
+        print(f"\n== {self.title}: {self.ranks} process{'es' * (self.ranks > 1)} (full log: {log})", flush=True)
         started = time.monotonic()
         threads = str(max(1, (os.cpu_count() or 1) // self.ranks))
         with log.open("w", encoding="utf-8") as out:
@@ -76,13 +79,9 @@ class Run:
 
 
 RUNS = (
-    Run("stock", "stock spec on 1 rank", 1, {}),
-    Run(
-        "tp2",
-        "stock spec, TP 2 + sequence parallel",
-        2,
-        {"--tensor-model-parallel-size": 2, "--sequence-parallel": None},
-    ),
+    Run("stock", "stock, 1 rank", 1, {}),
+    Run("tp", "stock, TP 2", 2, {"--tensor-model-parallel-size": 2, "--sequence-parallel": None}),
+    Run("upipe", f"UPipe {ULYSSES_SIZE} x {RING_SIZE}", ULYSSES_SIZE * RING_SIZE, UPIPE),
 )
 
 
@@ -93,24 +92,58 @@ def _short(line: str) -> str:
     return "   " + " | ".join([re.sub(r"^\[.*?\] *", "", keep[0]), *keep[1:]])
 
 
-def compare(reference: Run, other: Run) -> bool:
+def compare(reference: Run, others: tuple[Run, ...]) -> bool:
     """Prints the losses side by side; whether they agree and fall."""
-    a, b = reference.losses(), other.losses()
-    if a.keys() != b.keys():
-        print(f"the runs recorded different iterations: {sorted(a.keys() ^ b.keys())}")
-        return False
-    print(f"\n{'':16}{reference.title:>32}{other.title:>40}{'relative difference':>22}")
+    wanted, found = reference.losses(), [run.losses() for run in others]
+    for run, losses in zip(others, found, strict=True):
+        if losses.keys() != wanted.keys():
+            print(f"{run.title} recorded other iterations: {sorted(losses.keys() ^ wanted.keys())}")
+            return False
+    print(f"\n{'loss at':16}{reference.title:>16}" + "".join(f"{run.title:>16}{'difference':>12}" for run in others))
     worst = 0.0
-    for key in a:
-        difference = abs(a[key] - b[key]) / abs(a[key])
-        worst = max(worst, difference)
-        print(f"{key:16}{a[key]:32.6f}{b[key]:40.6f}{difference:22.1e}")
-    training = [value for key, value in a.items() if key.startswith("iteration")]
+    for key, value in wanted.items():
+        row = f"{key:16}{value:16.6f}"
+        for losses in found:
+            difference = abs(losses[key] - value) / abs(value)
+            worst = max(worst, difference)
+            row += f"{losses[key]:16.6f}{difference:12.1e}"
+        print(row)
+    training = [value for key, value in wanted.items() if key.startswith("iteration")]
     fall = 1 - training[-1] / training[0]
     agree, falls = worst <= AGREE, fall >= FALL
     print(f"\nlargest relative difference {worst:.1e} (at most {AGREE:.0e}: {'yes' if agree else 'NO'})")
     print(f"loss fell by {fall:.0%} (at least {FALL:.0%}: {'yes' if falls else 'NO'})")
     return agree and falls
+
+
+def show_peaks() -> None:
+    """Prints the measured peak bytes of one attention block of the demo's size: plain Ulysses against UPipe."""
+    heads, least = MODEL["--num-attention-heads"], ULYSSES_SIZE
+    sizes = {
+        "--ulysses": ULYSSES_SIZE,
+        "--ring": RING_SIZE,
+        "--heads-per-stage": (heads, least),
+        "--heads": heads,
+        "--kv-heads": MODEL["--num-query-groups"],
+        "--head-dim": MODEL["--hidden-size"] // heads,
+        "--hidden": MODEL["--hidden-size"],
+        "--seq-length": SEQUENCE_LENGTH,
+        "--json": None,
+    }
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(ULYSSES_SIZE * RING_SIZE), str(BENCHMARK), *as_flags(sizes)),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    if done.returncode != 0:
+        sys.exit(f"{BENCHMARK} failed:\n{done.stderr[-3000:]}")
+    peaks = json.loads(done.stdout.strip().splitlines()[-1])["peak_bytes"]
+    ulysses, upipe = peaks[str(heads)], peaks[str(least)]
+    print("\npeak of one attention block, forward and backward, measured (live bytes on rank 0):")
+    print(f"   U = H = {heads} (plain Ulysses) {ulysses:12,} bytes")
+    print(f"   U = P = {least} (UPipe)         {upipe:12,} bytes, {1 - upipe / ulysses:.0%} less")
 
 
 def main() -> int:
@@ -119,7 +152,8 @@ def main() -> int:
     prepare(data)
     for run in RUNS:
         run.train(data)
-    good = compare(*RUNS)
+    good = compare(RUNS[0], RUNS[1:])
+    show_peaks()
     print(f"demo took {time.monotonic() - started:.0f} s")
     return 0 if good else 1
 

@@ -168,7 +168,7 @@ class _Backward:
         key, value = _project_keys_values(self.x, self.weights, block, self.plan)
         self.kv = _exchange_keys_values(self.elementwise.key(key), value, self.plan)
         self.raw_key = None if self.elementwise.linear else key
-        self.dkv = None
+        self.dk = self.dv = None
 
     def stage(self, stage: Stage, lse: Tensor) -> None:
         plan, ulysses = self.plan, self.plan.groups.ulysses
@@ -186,9 +186,10 @@ class _Backward:
         out = to_heads(out, ulysses)
         dout = to_heads((self.dy @ columns(self.weights.proj).reshape(self.dy.shape[-1], -1)).view(shape), ulysses)
 
-        dq, dkv = ring_backward(plan.kernel, dout, q, self.kv, out, lse, plan.causal, plan.scale, plan.groups.ring)
+        dq, dk, dv = ring_backward(plan.kernel, dout, q, self.kv, out, lse, plan.causal, plan.scale, plan.groups.ring)
         del q, out, dout
-        self._add_keys_values(stage, dkv)
+        self._add_keys_values(stage, dk, dv)
+        del dk, dv
         dq = to_sequence(dq.to(self.x.dtype), ulysses)
         dq = self._through(self.elementwise.query, raw, dq)
         rows = partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim)
@@ -199,7 +200,8 @@ class _Backward:
     def end_block(self, block: int) -> None:
         plan, dtype = self.plan, self.x.dtype
         c, copies = plan.schedule.kv_per_rank, plan.schedule.copies
-        dkv, self.kv, self.dkv = self.dkv.to(dtype), None, None
+        dkv = torch.cat((self.dk.to(dtype), self.dv.to(dtype)), dim=1)
+        self.kv = self.dk = self.dv = None
         dkv = to_sequence(dkv, plan.groups.ulysses).unflatten(2, (-1, copies, 2, c))
         if copies > 1:
             dkv = dkv.sum(3, keepdim=True, dtype=accumulation_dtype(dtype)).to(dtype)
@@ -221,13 +223,16 @@ class _Backward:
             elementwise=[next(found) if needed else None for needed in self.needs.elementwise],
         )
 
-    def _add_keys_values(self, stage: Stage, dkv: Tensor) -> None:
+    def _add_keys_values(self, stage: Stage, dk: Tensor, dv: Tensor) -> None:
         """dK and dV of a block's stages are summed in accumulation dtype."""
-        if stage.begins_block:
-            alone = stage.ends_block
-            self.dkv = dkv if alone else dkv.to(accumulation_dtype(dkv.dtype))
+        if not stage.begins_block:
+            self.dk += dk
+            self.dv += dv
+        elif stage.ends_block:
+            self.dk, self.dv = dk, dv
         else:
-            self.dkv += dkv
+            dtype = accumulation_dtype(dk.dtype)
+            self.dk, self.dv = dk.to(dtype), dv.to(dtype)
 
     def _through(self, function: Callable[[Tensor], Tensor], raw: Tensor | None, gradient: Tensor) -> Tensor:
         """Gradient of the input of an elementwise function; those of its parameters are added up.

@@ -106,15 +106,14 @@ def ring_backward(
     causal: bool,
     scale: float,
     group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``ring_forward``, given its out and lse. Collective over the ring.
 
-    Returns dq [b, m, L, d] and dkv [b, 2c, L, d] of this rank's keys and values, owned by the caller; in accumulation
-    dtype when R > 1, else as the kernel returns them.
+    Returns dq [b, m, L, d], and dk and dv [b, c, L, d] of this rank's keys and values, owned by the caller; in
+    accumulation dtype when R > 1, else as the kernel returns them.
     """
     if group is None:
-        dq, dk, dv = kernel.backward(dout, q, *kv.chunk(2, dim=1), out, lse, causal, scale)
-        return dq, torch.cat((dk, dv), dim=1)
+        return kernel.backward(dout, q, *kv.chunk(2, dim=1), out, lse, causal, scale)
     size, dtype = group.size(), accumulation_dtype(q.dtype)
     dq = torch.zeros_like(q, dtype=dtype)
     dkv = torch.zeros_like(kv, dtype=dtype)
@@ -135,4 +134,4 @@ def ring_backward(
         gradients = Transfer(dkv, group, _GRADIENT_TAG)
         if transfer is not None:
             kv = transfer.wait()
-    return dq, gradients.wait()
+    return dq, *gradients.wait().chunk(2, dim=1)

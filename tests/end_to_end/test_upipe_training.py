@@ -1,5 +1,6 @@
 """UPipe in Megatron's training loop: the stock run's losses, from scratch and from a stock checkpoint."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,15 @@ def test_stock_checkpoint_trains_on_under_upipe(folder, stock):
     # parallelism changes, so the saved random state of one rank is left out
     found = train(folder, "continued", 4, *USP, "--load", str(folder / "checkpoint"), "--no-load-rng")
     assert {"lm loss 3", "lm loss 4", "grad norm 4", "test lm loss 4"} <= set(found) and "lm loss 2" not in found
+    assert_close(found, stock)
+
+
+def test_unmodified_pretrain_gpt_of_a_checkout(folder, stock):
+    checkout = os.environ.get("MEGATRON_LM")
+    if not checkout:
+        pytest.skip("MEGATRON_LM does not name a Megatron-LM checkout (tag core_v0.19.0)")
+    found = train(folder, "checkout", 4, *USP, script=str(Path(checkout, "pretrain_gpt.py")))
+    assert set(found) == set(stock)
     assert_close(found, stock)
 
 
