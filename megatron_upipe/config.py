@@ -69,7 +69,6 @@ _MODEL = (
     _Refusal("softmax_type", lambda v: v != "vanilla", "--softmax-type", "use vanilla"),
     _Refusal("hybrid_context_parallel", bool, "--hybrid-context-parallel", "leave it out"),
     _Refusal("dynamic_context_parallel", bool, "--dynamic-context-parallel", "leave it out"),
-    _Refusal("attention_output_gate", bool, "--attention-output-gate", "leave it out"),
     _Refusal("experimental_attention_variant", bool, "--experimental-attention-variant", "leave it out"),
     _Refusal("qk_clip", bool, "--qk-clip", "leave it out"),
     _Refusal("mrope_section", bool, "--mrope-section", "leave it out"),
@@ -82,7 +81,10 @@ _MODEL = (
 # Attributes of Megatron's arguments only.
 _TRAINING = (
     _Refusal(
-        "position_embedding_type", lambda v: v not in ("rope", "none"), "--position-embedding-type", "use rope or none"
+        "position_embedding_type",
+        lambda v: v not in ("rope", "yarn", "none"),
+        "--position-embedding-type",
+        "use rope, yarn or none",
     ),
     _Refusal("sft", bool, "--sft", "leave it out"),
     _Refusal("dataloader_inter_document_masking", bool, "--dataloader-inter-document-masking", "leave it out"),

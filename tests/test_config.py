@@ -17,7 +17,6 @@ GOOD = dict(
     window_size=None,
     softmax_type="vanilla",
     hybrid_context_parallel=False,
-    attention_output_gate=False,
     recompute_granularity=None,
     recompute_modules=None,
     position_embedding_type="rope",
@@ -38,9 +37,12 @@ BAD = [
     ("softmax_type", "off-by-one", "--softmax-type off-by-one"),
     ("hybrid_context_parallel", True, "--hybrid-context-parallel is not"),
     ("dynamic_context_parallel", True, "--dynamic-context-parallel is not"),
-    ("attention_output_gate", True, "--attention-output-gate is not"),
     ("fp8", "hybrid", "--fp8-format hybrid is not"),
-    ("position_embedding_type", "learned_absolute", "--position-embedding-type learned_absolute .*; use rope or none"),
+    (
+        "position_embedding_type",
+        "learned_absolute",
+        "--position-embedding-type learned_absolute .*; use rope, yarn or none",
+    ),
     ("sft", True, "--sft is not"),
     ("dataloader_inter_document_masking", True, "--dataloader-inter-document-masking is not"),
     ("reset_attention_mask", True, "--reset-attention-mask is not"),
@@ -62,6 +64,7 @@ def test_refuses(attribute, value, message):
 def test_takes_what_is_legal():
     check_model(settings(), training=True)
     check_model(settings(position_embedding_type="none"), training=True)
+    check_model(settings(position_embedding_type="yarn", attention_output_gate=True), training=True)
     check_model(SimpleNamespace())  # attributes of other Megatron versions may be missing
     check_model(settings(recompute_granularity="selective", recompute_modules=["mlp", "layernorm"]))
 

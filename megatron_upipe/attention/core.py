@@ -40,6 +40,7 @@ class AttentionPlan:
     head_dim: int
     scale: float
     causal: bool
+    output_gate: bool = False
     fuse_weight_gradients: bool = False
 
     def describe(self) -> str:
@@ -53,7 +54,7 @@ class AttentionPlan:
 
 
 class AttentionWeights(NamedTuple):
-    """Megatron's parameters of this tensor-parallel rank."""
+    """Megatron's parameters of this tensor-parallel rank; with output gates 2g stands for g."""
 
     qkv: Tensor  # [K*(g+2)*d, hidden]
     qkv_bias: Tensor | None  # [K*(g+2)*d]
@@ -98,16 +99,18 @@ class AttentionGradients:
 
 def attention_forward(
     x: Tensor, weights: AttentionWeights, elementwise: Elementwise, plan: AttentionPlan, segments: None = None
-) -> KeptAttention:
+) -> tuple[KeptAttention, Tensor]:
     """Attention of ``x`` [s, b, hidden], this rank's tokens, before the output projection.
 
-    ``segments`` (packed documents) must be None in this version. Stores nothing for autograd. The result is owned by
-    the caller. Collective.
+    Returns what backward needs, and the input of the output projection [s, b, H*d]: the kept output itself, or with
+    output gates another tensor. Both are owned by the caller. ``segments`` (packed documents) must be None in this
+    version. Stores nothing for autograd. Collective.
     """
     _refuse_segments(segments)
     schedule = plan.schedule
     s, b, _ = x.shape
     out = x.new_empty(s, b, schedule.query_heads, plan.head_dim)
+    gated = torch.empty_like(out) if plan.output_gate else out
     lse = []
     for stage in schedule.stages:
         if stage.begins_block:
@@ -117,8 +120,11 @@ def attention_forward(
         stage_out, stage_lse = ring_forward(plan.kernel, q, kv, plan.causal, plan.scale, plan.groups.ring)
         view = query_heads(out, schedule, stage, axis=2)
         view.copy_(to_sequence(stage_out, plan.groups.ulysses).view(view.shape))
+        if plan.output_gate:
+            gate = _project_queries(x, weights, stage, plan, part=_GATE)
+            query_heads(gated, schedule, stage, axis=2).copy_(_gated(view, gate.view(view.shape)))
         lse.append(stage_lse)
-    return KeptAttention(out.flatten(2), tuple(lse))
+    return KeptAttention(out.flatten(2), tuple(lse)), gated.flatten(2)
 
 
 def attention_backward(
@@ -131,7 +137,7 @@ def attention_backward(
     needs: AttentionNeeds,
     segments: None = None,
 ) -> AttentionGradients:
-    """Gradients of ``attention_forward`` followed by the output projection ``y = out @ proj^T``.
+    """Gradients of ``attention_forward`` followed by the output projection.
 
     ``dy`` and ``x`` are [s, b, hidden], this rank's tokens, whole along the hidden axis; dx lacks the sum over the
     tensor-parallel group, weight gradients that over data and context parallel ranks. Collective, whatever ``needs``.
@@ -181,10 +187,12 @@ class _Backward:
         columns = partial(projection_columns, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim)
         out = query_heads(self.kept.out.unflatten(2, (plan.schedule.query_heads, -1)), plan.schedule, stage, axis=2)
         out = out.reshape(shape)
+        projected, dout = (out, None) if not plan.output_gate else self._through_gate(stage, out, columns)
         if self.dproj is not None:
-            self.dproj.write(columns, _flat(self.dy).t() @ _flat(out.flatten(2)))
+            self.dproj.write(columns, _flat(self.dy).t() @ _flat(projected.flatten(2)))
+        del projected
         out = to_heads(out, ulysses)
-        dout = to_heads((self.dy @ columns(self.weights.proj).reshape(self.dy.shape[-1], -1)).view(shape), ulysses)
+        dout = to_heads(self._dprojected(columns, shape) if dout is None else dout, ulysses)
 
         dq, dk, dv = ring_backward(plan.kernel, dout, q, self.kv, out, lse, plan.causal, plan.scale, plan.groups.ring)
         del q, out, dout
@@ -249,6 +257,21 @@ class _Backward:
                 self.delementwise[i] = part if self.delementwise[i] is None else self.delementwise[i] + part
         return draw
 
+    def _dprojected(self, columns: Callable[[Tensor], Tensor], shape: torch.Size) -> Tensor:
+        """Gradient of the stage's part of the output projection's input."""
+        return (self.dy @ columns(self.weights.proj).reshape(self.dy.shape[-1], -1)).view(shape)
+
+    def _through_gate(self, stage: Stage, out: Tensor, columns: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The gated output again, and the gradient of ``out``; that of the gates waits for its GEMM."""
+        gate = _project_queries(self.x, self.weights, stage, self.plan, part=_GATE).requires_grad_()
+        out = out.detach().requires_grad_()
+        with torch.enable_grad():
+            gated = _gated(out, gate)
+        dout, dgate = torch.autograd.grad(gated, (out, gate), self._dprojected(columns, out.shape))
+        rows = partial(query_rows, schedule=self.plan.schedule, stage=stage, head_dim=self.plan.head_dim, part=_GATE)
+        self.pending.append((dgate.flatten(2), rows))
+        return gated.detach(), dout
+
     def _project_back(self) -> None:
         """dx, and the gradients of rows of the weight and bias, from the pending gradients of projections.
 
@@ -266,6 +289,14 @@ class _Backward:
         self.pending.clear()
 
 
+_GATE = 1  # which part of linear_qkv's query rows the output gates are
+
+
+def _gated(out: Tensor, gate: Tensor) -> Tensor:
+    """Megatron's output gate: the sigmoid is taken in fp32."""
+    return (out * torch.sigmoid(gate.float())).to(out.dtype)
+
+
 def _flat(tensor: Tensor) -> Tensor:
     """[s, b, n] -> [s*b, n]."""
     return tensor.reshape(-1, tensor.shape[-1])
@@ -278,9 +309,9 @@ def _project(x: Tensor, weights: AttentionWeights, rows: Callable[[Tensor], Tens
     return F.linear(x, weight, bias)
 
 
-def _project_queries(x: Tensor, weights: AttentionWeights, stage: Stage, plan: AttentionPlan) -> Tensor:
-    """[s, b, U, d], heads rank-major."""
-    rows = partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim)
+def _project_queries(x: Tensor, weights: AttentionWeights, stage: Stage, plan: AttentionPlan, part: int = 0) -> Tensor:
+    """Queries of the stage, or its output gates: [s, b, U, d], heads rank-major."""
+    rows = partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim, part=part)
     return _project(x, weights, rows).unflatten(2, (plan.schedule.heads_per_stage, plan.head_dim))
 
 

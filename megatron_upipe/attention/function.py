@@ -58,11 +58,12 @@ class UPipeAttentionFunction(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         # Grad mode is off in here whatever the caller's is, hence the argument.
-        kept = attention_forward(call.gather(x), AttentionWeights(qkv, qkv_bias, proj), call.elementwise, call.plan)
+        weights = AttentionWeights(qkv, qkv_bias, proj)
+        kept, projected = attention_forward(call.gather(x), weights, call.elementwise, call.plan)
         if grad_enabled:
             ctx.call = call
             ctx.save_for_backward(x, kept.out, *kept.lse)
-        return call.project(kept.out)
+        return call.project(projected)
 
     @staticmethod
     @once_differentiable

@@ -18,13 +18,15 @@ def query_heads(heads: Tensor, schedule: HeadSchedule, stage: Stage, axis: int) 
     return part.transpose(axis, axis + 1)
 
 
-def query_rows(qkv: Tensor, schedule: HeadSchedule, stage: Stage, head_dim: int) -> Tensor:
-    """Rows of ``linear_qkv``'s weight or bias that project the stage's queries.
+def query_rows(qkv: Tensor, schedule: HeadSchedule, stage: Stage, head_dim: int, part: int = 0) -> Tensor:
+    """Rows of ``linear_qkv``'s weight or bias that project the stage's queries (``part`` 0) or output gates (1).
 
-    ``[K*(g+2)*d, ...]``, for each KV head ``[q x g | k | v]``, -> view ``[P/copies, copies, c, m', d, ...]``.
+    For each KV head the rows are ``[q x g | k | v]``, with output gates ``[q x g | gate x g | k | v]``. Returns a view
+    ``[P/copies, copies, c, m', d, ...]``.
     """
     blocks, c, ranks, per_block, width = schedule.grid
-    queries = _by_kv_head(qkv, schedule, head_dim)[:, : schedule.queries_per_kv]  # [K, g, d, ...]
+    g = schedule.queries_per_kv
+    queries = _by_kv_head(qkv, schedule, head_dim)[:, part * g : (part + 1) * g]  # [K, g, d, ...]
     grid = queries.unflatten(1, (schedule.copies, per_block, width)).unflatten(0, (blocks, c, ranks // schedule.copies))
     # [c, P/copies, copies, m', d, ...] of the stage
     return grid[stage.block].select(3, stage.index).movedim(0, 2)
@@ -33,7 +35,7 @@ def query_rows(qkv: Tensor, schedule: HeadSchedule, stage: Stage, head_dim: int)
 def key_value_rows(qkv: Tensor, schedule: HeadSchedule, block: int, head_dim: int) -> Tensor:
     """Rows that project the block's K and V: view ``[P/copies, 2, c, d, ...]``, keys before values."""
     blocks, c, ranks, _, _ = schedule.grid
-    pairs = _by_kv_head(qkv, schedule, head_dim)[:, schedule.queries_per_kv :]  # [K, 2, d, ...]
+    pairs = _by_kv_head(qkv, schedule, head_dim)[:, -2:]  # [K, 2, d, ...]
     return pairs.unflatten(0, (blocks, c, ranks // schedule.copies))[block].movedim(0, 2)
 
 
@@ -43,4 +45,4 @@ def projection_columns(weight: Tensor, schedule: HeadSchedule, stage: Stage, hea
 
 
 def _by_kv_head(qkv: Tensor, schedule: HeadSchedule, head_dim: int) -> Tensor:
-    return qkv.unflatten(0, (schedule.kv_heads, schedule.queries_per_kv + 2, head_dim))
+    return qkv.unflatten(0, (schedule.kv_heads, -1, head_dim))

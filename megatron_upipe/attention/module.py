@@ -188,6 +188,7 @@ class UPipeSelfAttention(SelfAttention):
             head_dim=head_dim,
             scale=config.softmax_scale if config.softmax_scale is not None else 1 / math.sqrt(head_dim),
             causal=self.attn_mask_type == AttnMaskType.causal,
+            output_gate=config.attention_output_gate,
             fuse_weight_gradients=config.gradient_accumulation_fusion,
         )
 

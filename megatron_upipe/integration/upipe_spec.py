@@ -58,14 +58,21 @@ def check_upipe(args: Namespace) -> None:
 
 
 def upipe_config(args: Namespace) -> UPipeConfig:
-    """The plug-in's settings from parsed arguments."""
-    rotary = RotarySettings(
-        base=args.rotary_base,
-        percent=args.rotary_percent,
-        llama3_scaling_factor=8.0 if args.use_rope_scaling else None,  # Megatron ignores --rope-scaling-factor
-        interpolation_factor=args.rotary_seq_len_interpolation_factor,
-    )
-    rope = args.upipe_rope or ("exact" if (args.seq_length or 0) >= EXACT_ROPE_FROM else "stock")
+    """The plug-in's settings from parsed arguments. Raises UPipeError."""
+    rotary = None
+    if args.position_embedding_type == "rope":
+        rotary = RotarySettings(
+            base=args.rotary_base,
+            percent=args.rotary_percent,
+            llama3_scaling_factor=8.0 if args.use_rope_scaling else None,  # Megatron ignores --rope-scaling-factor
+            interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        )
+    elif args.upipe_rope == "exact":
+        raise UPipeError(
+            f"--upipe-rope exact does not know --position-embedding-type {args.position_embedding_type}; use stock"
+        )
+    long = (args.seq_length or 0) >= EXACT_ROPE_FROM
+    rope = args.upipe_rope or ("exact" if long and rotary is not None else "stock")
     return UPipeConfig(heads_per_stage=args.upipe_heads_per_stage, rope=rope, rotary=rotary)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_upipe.config import UPipeConfig
 from megatron_upipe.context.layout import SequenceLayout
@@ -35,6 +35,8 @@ class Case:
     hidden: int = 28
     config: dict = field(default_factory=dict)
     upipe: dict = field(default_factory=dict)
+    rotary_percent: float = 1.0
+    mask: str = "causal"
 
 
 def initialize(p: int, r: int, tp: int = 1) -> None:
@@ -84,6 +86,10 @@ def single_rank_groups() -> ProcessGroupCollection:
     return groups
 
 
+def with_mask(spec: ModuleSpec, case: Case) -> ModuleSpec:
+    return replace(spec, params={**spec.params, "attn_mask_type": AttnMaskType[case.mask]})
+
+
 def stock_attention(case: Case, groups: ProcessGroupCollection) -> torch.nn.Module:
     """Megatron's own self-attention on the whole sequence and all heads."""
     config = make_config(case, 1, 1, tensor_model_parallel_size=1, sequence_parallel=False)
@@ -91,7 +97,8 @@ def stock_attention(case: Case, groups: ProcessGroupCollection) -> torch.nn.Modu
         qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm, normalization=config.normalization
     )
     torch.manual_seed(7)
-    module = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups).double()
+    spec = with_mask(submodules.self_attention, case)
+    module = build_module(spec, config=config, layer_number=1, pg_collection=groups).double()
     _randomise(module)
     return module
 
@@ -103,10 +110,9 @@ def upipe_attention(
     from megatron_upipe.layers.transformer_layer import upipe_submodules
 
     config = make_config(case, p, r, tensor_model_parallel_size=tp, sequence_parallel=sp)
-    spec = upipe_submodules(config).self_attention
+    spec = with_mask(upipe_submodules(config).self_attention, case)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     module = build_module(spec, config=config, layer_number=1, pg_collection=groups).double()
-    assert module.attn_mask_type == AttnMaskType.causal
     names = dict(module.named_parameters())
     assert set(names) == set(dict(stock.named_parameters())), "parameter names are Megatron's"
     with torch.no_grad():
@@ -131,7 +137,7 @@ def _randomise(module: torch.nn.Module) -> None:
 
 
 def rotary_table(case: Case, length: int) -> torch.Tensor:
-    rotary = RotaryEmbedding(kv_channels=case.head_dim, rotary_percent=1.0, use_cpu_initialization=True)
+    rotary = RotaryEmbedding(case.head_dim, rotary_percent=case.rotary_percent, use_cpu_initialization=True)
     return rotary.get_emb(length)
 
 
