@@ -1,14 +1,17 @@
-"""``--spec megatron_upipe.layer_specs upipe_layer_spec``."""
+"""Layer specs: ``--spec megatron_upipe.layer_specs upipe_layer_spec``, and ``with_upipe`` for specs of your own."""
 
 from megatron_upipe.errors import UPipeError
 
 try:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from megatron_upipe.layers.spec import with_upipe
     from megatron_upipe.layers.transformer_layer import UPipeTransformerLayer
 except ImportError as error:
     # Megatron swallows an ImportError in a spec module and trains the stock model.
     raise UPipeError(f"megatron_upipe.layer_specs cannot be imported: {error}") from error
+
+__all__ = ["upipe_layer_spec", "with_upipe"]
 
 upipe_layer_spec = ModuleSpec(module=UPipeTransformerLayer)
 """A transformer layer with UPipe self-attention; settings come from ``config.upipe``."""

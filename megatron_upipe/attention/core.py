@@ -189,7 +189,7 @@ class _Backward:
         out = out.reshape(shape)
         projected, dout = (out, None) if not plan.output_gate else self._through_gate(stage, out, columns)
         if self.dproj is not None:
-            self.dproj.write(columns, _flat(self.dy).t() @ _flat(projected.flatten(2)))
+            self.dproj.write_product(columns, _flat(self.dy), _flat(projected.flatten(2)))
         del projected
         out = to_heads(out, ulysses)
         dout = to_heads(self._dprojected(columns, shape) if dout is None else dout, ulysses)
@@ -283,7 +283,7 @@ class _Backward:
             self.dx.add(torch.cat(gradients, dim=1), torch.cat(weights))
         for flat, (_, rows) in zip(gradients, self.pending, strict=True):
             if self.dqkv is not None:
-                self.dqkv.write(rows, flat.t() @ _flat(self.x))
+                self.dqkv.write_product(rows, flat, _flat(self.x))
             if self.dbias is not None:
                 self.dbias.write(rows, flat.sum(0, dtype=accumulation_dtype(flat.dtype)))
         self.pending.clear()

@@ -13,12 +13,18 @@ class WeightGradient:
 
     With ``fuse`` and a ``main_grad`` on the parameter, pieces are added to ``main_grad`` in its own precision, as
     Megatron's gradient accumulation fusion does; otherwise they are written into a gradient of the parameter's dtype.
+    Megatron-FSDP overwrites ``main_grad`` and has its own place for gradients: never fused there.
     """
 
     def __init__(self, parameter: Tensor, fuse: bool) -> None:
         self._parameter = parameter
-        self._fused = fuse and getattr(parameter, "main_grad", None) is not None
+        sharded = hasattr(parameter, "__fsdp_param__")
+        self._fused = fuse and not sharded and getattr(parameter, "main_grad", None) is not None
         self._target = parameter.main_grad if self._fused else torch.empty_like(parameter)
+
+    def write_product(self, part: Callable[[Tensor], Tensor], left: Tensor, right: Tensor) -> None:
+        """``left^T @ right`` ([tokens, n] and [tokens, k]) is the gradient of the view ``part(parameter)``."""
+        self.write(part, _transposed_product(left, right, self._target.dtype))
 
     def write(self, part: Callable[[Tensor], Tensor], gradient: Tensor) -> None:
         """``part`` maps the parameter to the view that ``gradient`` (any shape of that size) belongs to."""
@@ -38,6 +44,15 @@ class WeightGradient:
         parameter.grad_added_to_main_grad = True
         make = torch.zeros if getattr(parameter, "zero_out_wgrad", False) else torch.empty
         return make(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+def _transposed_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left^T @ right``; in ``dtype`` fp32 not rounded to the inputs' lower precision on the way."""
+    if dtype != torch.float32 or left.dtype.itemsize >= dtype.itemsize:
+        return left.t() @ right
+    if left.is_cuda:
+        return torch.mm(left.t(), right, out_dtype=dtype)
+    return left.float().t() @ right.float()
 
 
 class InputGradient:

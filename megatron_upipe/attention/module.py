@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available as HAVE_FUSED_WGRAD
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -34,8 +36,15 @@ class _ReturnsParameters:
     """Called without input, a linear returns its weight and bias.
 
     UPipe multiplies by pieces of the weight itself, but reads it through the module's call: DDP and FSDP gather
-    parameters in hooks of that call.
+    parameters in hooks of that call. Gradient accumulation fusion needs Apex in Megatron's linears only; UPipe adds to
+    ``main_grad`` without it.
     """
+
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        unfused = copy.copy(config)
+        unfused.gradient_accumulation_fusion = config.gradient_accumulation_fusion and HAVE_FUSED_WGRAD
+        super().__init__(*args, config=unfused, **kwargs)
+        self.config = config
 
     def forward(self, input_: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if input_ is None:

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_submodules,
 )
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_upipe.attention.module import (
-    UPipeColumnParallelLinear,
-    UPipeRowParallelLinear,
-    UPipeSelfAttention,
-)
 from megatron_upipe.errors import UPipeError
-
-# TransformerEngine fuses the input norm into linear_qkv; UPipe keeps them apart. The map makes both write one key.
-_INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+from megatron_upipe.layers.spec import with_upipe
 
 
 class UPipeTransformerLayer(TransformerLayer):
     """Megatron's TransformerLayer with UPipe self-attention.
 
-    The submodules are those that Megatron would have chosen from ``config``, self-attention replaced; a spec is written
-    before the configuration is known.
+    A spec object is written before the configuration is known, so the layer takes the submodules that Megatron would
+    have chosen from ``config``. All layers are of one kind.
     """
 
     def __init__(self, config: TransformerConfig, submodules: Any = None, **kwargs: Any) -> None:
@@ -37,31 +27,12 @@ class UPipeTransformerLayer(TransformerLayer):
 
 
 def upipe_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
-    """Megatron's submodules for ``config`` with UPipe self-attention; UPipeError for other kinds of attention."""
-    stock = _stock_submodules(config)
-    attention = stock.self_attention
-    if attention.module is not SelfAttention:
-        raise UPipeError(f"{attention.module.__name__} is not supported by UPipe; use multi-head or grouped attention")
-    linears = {"linear_qkv": UPipeColumnParallelLinear, "linear_proj": UPipeRowParallelLinear}
-    changed: dict[str, Any] = {}
-    if config.transformer_impl == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        changed["input_layernorm"] = TENorm
-        changed["sharded_state_dict_keys_map"] = {**stock.sharded_state_dict_keys_map, **_INPUT_NORM_KEYS}
-    return replace(
-        stock,
-        self_attention=ModuleSpec(
-            module=UPipeSelfAttention,
-            params=attention.params,
-            submodules=replace(attention.submodules, **linears),
-            metainfo=attention.metainfo,
-        ),
-        **changed,
-    )
-
-
-def _stock_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
+    """Megatron's submodules for ``config`` with UPipe self-attention. Raises UPipeError where layers differ."""
+    if config.num_moe_experts is not None and config.moe_layer_freq != 1:
+        raise UPipeError(
+            f"--moe-layer-freq {config.moe_layer_freq} mixes dense and expert layers, which one layer spec cannot say; "
+            "use a spec made by with_upipe from Megatron's block spec"
+        )
     common = dict(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -70,5 +41,5 @@ def _stock_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
         qk_l2_norm=config.qk_l2_norm,
     )
     if config.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_submodules(**common)
-    return get_gpt_layer_local_submodules(**common, normalization=config.normalization)
+        return with_upipe(get_gpt_layer_with_transformer_engine_submodules(**common))
+    return with_upipe(get_gpt_layer_local_submodules(**common, normalization=config.normalization))

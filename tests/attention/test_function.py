@@ -132,6 +132,42 @@ def test_fused_gradients_go_to_main_grad(workers):
     assert workers.run(2, _fused) == [True, True]
 
 
+@pytest.mark.parametrize("pieces", [1, 16])
+def test_fused_gradients_keep_fp32(pieces):
+    """bf16 products are added to main_grad without being rounded to bf16."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(16, 8, dtype=torch.bfloat16))
+    parameter.main_grad = torch.zeros(16, 8)
+    left, right = torch.randn(64, 16).bfloat16(), torch.randn(64, 8).bfloat16()
+    gradient = WeightGradient(parameter, fuse=True)
+    for i in range(pieces):
+        rows = slice(i * 16 // pieces, (i + 1) * 16 // pieces)
+        gradient.write_product(lambda w, rows=rows: w[rows], left[:, rows], right)
+    exact = left.double().t() @ right.double()
+    assert (parameter.main_grad - exact).abs().max() < 1e-4 < ((left.t() @ right).double() - exact).abs().max()
+
+
+def test_sharded_parameters_are_not_fused():
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    parameter.main_grad, parameter.__fsdp_param__ = torch.zeros(2, 2), True
+    gradient = WeightGradient(parameter, fuse=True)
+    gradient.write(lambda w: w, torch.ones(2, 2))
+    assert torch.equal(gradient.result(), torch.ones(2, 2)) and parameter.main_grad.sum() == 0
+
+
+def _fusion_without_apex(rank):
+    """Megatron's linears refuse the flag without Apex; UPipe's do not need it."""
+    initialize(2, 1)
+    case = Case(config=dict(gradient_accumulation_fusion=True))
+    plain = Case()
+    module = upipe_attention(case, 2, 1, stock_attention(plain, single_rank_groups()))
+    return module.plan.fuse_weight_gradients and module.config.gradient_accumulation_fusion
+
+
+def test_fusion_needs_no_apex(workers):
+    assert workers.run(2, _fusion_without_apex) == [True, True]
+
+
 def _recomputed(rank, reentrant):
     from torch.utils.checkpoint import checkpoint
 
