@@ -90,8 +90,7 @@ _TRAINING = (
     _Refusal("dataloader_inter_document_masking", bool, "--dataloader-inter-document-masking", "leave it out"),
     _Refusal("reset_attention_mask", bool, "--reset-attention-mask", "leave it out"),
     _Refusal("reset_position_ids", bool, "--reset-position-ids", "leave it out"),
-    _Refusal("use_megatron_fsdp", bool, "--use-megatron-fsdp", "use --use-distributed-optimizer"),
-    _Refusal("use_torch_fsdp2", bool, "--use-torch-fsdp2", "use --use-distributed-optimizer"),
+    _Refusal("use_torch_fsdp2", bool, "--use-torch-fsdp2", "use --use-megatron-fsdp or --use-distributed-optimizer"),
 )
 
 

@@ -47,7 +47,7 @@ BAD = [
     ("dataloader_inter_document_masking", True, "--dataloader-inter-document-masking is not"),
     ("reset_attention_mask", True, "--reset-attention-mask is not"),
     ("reset_position_ids", True, "--reset-position-ids is not"),
-    ("use_megatron_fsdp", True, "--use-megatron-fsdp is not .*; use --use-distributed-optimizer"),
+    ("use_torch_fsdp2", True, "--use-torch-fsdp2 is not .*; use --use-megatron-fsdp or"),
 ]
 
 

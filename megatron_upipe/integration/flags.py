@@ -25,6 +25,7 @@ CPU_DEFAULTS = {
     "apply_rope_fusion": False,
     "disable_jit_fuser": True,
     "num_workers": 0,
+    "gradient_reduce_div_fusion": False,
 }
 
 
@@ -38,7 +39,6 @@ CPU_LIMITS = (
     ("cuda_graph_impl", ("none",), "--cuda-graph-impl", "it is none"),
     ("attention_backend", ("auto", "unfused", "local"), "--attention-backend", "leave it out"),
     ("multi_latent_attention", (), "--multi-latent-attention", "leave it out"),
-    ("use_megatron_fsdp", (), "--use-megatron-fsdp", "use --use-distributed-optimizer"),
     ("use_torch_fsdp2", (), "--use-torch-fsdp2", "use --use-distributed-optimizer"),
 )
 

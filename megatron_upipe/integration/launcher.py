@@ -89,7 +89,7 @@ def install(force_cpu: bool = False) -> None:
             raise UPipeError("this machine has an NVIDIA driver but torch cannot use it; mend it, or pass --upipe-cpu")
         force_cpu = True
     if force_cpu:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it with TP or CP
+        _set_connections()
         cpu.install()
     registry.install(
         OWNER,
@@ -100,6 +100,14 @@ def install(force_cpu: bool = False) -> None:
             *upipe_spec.replacements(),
         ],
     )
+
+
+def _set_connections() -> None:
+    """Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 with TP or CP, and the opposite with Megatron-FSDP."""
+    if "--use-megatron-fsdp" in sys.argv:
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    else:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _print_help() -> None:

@@ -114,8 +114,22 @@ def _checked(original: Callable) -> Callable:
     return setup_model_and_optimizer
 
 
+def _with_upipe_linears(original: dict[str, set]) -> dict[str, set]:
+    """Megatron-FSDP knows from the class's name how a parameter is split over the tensor-parallel group."""
+    return {
+        **original,
+        "column": original["column"] | {"UPipeColumnParallelLinear"},
+        "row": original["row"] | {"UPipeRowParallelLinear"},
+    }
+
+
 def replacements() -> list[Replacement]:
     return [
+        Replacement(
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel._MODULE_TYPE_REGISTRY",
+            _with_upipe_linears,
+            "Megatron-FSDP looks up linears by class name",
+        ),
         Replacement(
             "megatron.training.argument_utils:core_transformer_config_from_args",
             _with_upipe_config,

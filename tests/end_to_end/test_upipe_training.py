@@ -53,6 +53,40 @@ def test_trains_as_stock_does(folder, stock, name):
         assert_close(found, stock)
 
 
+FSDP = [
+    *(
+        "--use-megatron-fsdp",
+        "--data-parallel-sharding-strategy",
+        "optim_grads_params",
+        "--ckpt-format",
+        "fsdp_dtensor",
+    ),
+    *("--megatron-fsdp-main-grads-dtype", "fp32"),
+]
+FSDP_LAYOUTS = {
+    "2 ranks": (2, CP2),
+    "2 ranks, overlapped": (2, [*CP2, "--overlap-grad-reduce", "--overlap-param-gather"]),
+    "context 2 x data 2": (4, CP2),
+    "context 2 x data 2, overlapped": (4, [*CP2, "--overlap-grad-reduce", "--overlap-param-gather"]),
+}
+
+
+@pytest.mark.parametrize("name", FSDP_LAYOUTS)
+def test_megatron_fsdp_trains_as_stock_does(folder, stock, name):
+    ranks, flags = FSDP_LAYOUTS[name]
+    found = train(folder, f"fsdp {name}", ranks, *flags, *FSDP, distributed_optimizer=False)
+    assert set(found) == set(stock)
+    assert_close(found, stock)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_small_buckets(folder, stock, overlap):
+    """Every parameter in a bucket of its own: a weight read past its module's call would be stale."""
+    flags = ["--overlap-grad-reduce", "--overlap-param-gather"] if overlap else []
+    found = train(folder, f"buckets {overlap}", 4, *CP2, *flags, "--ddp-bucket-size", "64")
+    assert_close(found, stock)
+
+
 def test_stock_checkpoint_trains_on_under_upipe(folder, stock):
     """The headline: switched on in the middle of a run, the curve is the stock run's."""
     (folder / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("2")

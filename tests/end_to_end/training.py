@@ -16,7 +16,7 @@ MODEL = shlex.split(
 TRAINING = shlex.split(
     """--mock-data --tokenizer-type NullTokenizer --vocab-size 256 --micro-batch-size 2 --global-batch-size 4
     --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-decay-iters 8 --train-iters 4 --eval-interval 4
-    --eval-iters 1 --log-interval 1 --use-distributed-optimizer"""
+    --eval-iters 1 --log-interval 1"""
 )
 
 
@@ -35,8 +35,12 @@ def launch(ranks: int, *flags: str, script: str | None = None, timeout: int = 30
     )
 
 
-def train(folder: Path, name: str, ranks: int, *flags: str, script: str | None = None) -> dict[str, float]:
+def train(
+    folder: Path, name: str, ranks: int, *flags: str, script: str | None = None, distributed_optimizer: bool = True
+) -> dict[str, float]:
     """Trains the small model; ``{"lm loss 1": ..., "grad norm 1": ..., "validation lm loss 4": ...}``."""
+    if distributed_optimizer:
+        flags = (*flags, "--use-distributed-optimizer")
     metrics = folder / f"{name}.jsonl"
     cache = folder / "cache"
     done = launch(

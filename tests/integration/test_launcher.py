@@ -115,7 +115,7 @@ def test_stand_in_changes_defaults_and_user_wins():
         (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine needs a GPU"),
         (["--fp8-format", "hybrid"], "--fp8-format hybrid needs a GPU"),
         (["--attention-backend", "flash"], "--attention-backend flash needs a GPU"),
-        (["--use-megatron-fsdp"], "--use-megatron-fsdp needs a GPU; on a CPU use --use-distributed-optimizer"),
+        (["--use-torch-fsdp2"], "--use-torch-fsdp2 needs a GPU; on a CPU use --use-distributed-optimizer"),
         (["--context-parallel-size", "2"], "--context-parallel-size 2 with Megatron's own attention needs a GPU"),
     ],
 )

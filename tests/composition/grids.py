@@ -1,0 +1,112 @@
+"""Random legal grids of parallelism and model settings. Pure; no torch.distributed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+
+from megatron_upipe.attention.schedule import legal_heads_per_stage
+from megatron_upipe.config import check_parallelism
+from megatron_upipe.errors import UPipeError
+
+WORLD = 8
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One composition; tp * p * r * pp * dp is the world's size."""
+
+    tp: int
+    p: int
+    r: int
+    pp: int
+    dp: int
+    virtual: bool  # two model chunks on each pipeline stage
+    sequence_parallel: bool
+    heads: int
+    kv_heads: int
+    heads_per_stage: int
+    head_dim: int
+    chunk: int  # tokens of half a context-parallel shard
+    micro_batch: int
+    micro_batches: int
+    bias: bool
+    qkv_bias: bool
+    qk_layernorm: bool
+    gate: bool
+    layer_norm: bool
+    tied: bool
+    interleaved: bool
+    fuse: bool
+    distributed_optimizer: bool
+    overlap: bool
+    frozen: bool  # linear_qkv of the first layer is
+    seed: int
+
+    @property
+    def length(self) -> int:
+        return 2 * self.p * self.r * self.chunk
+
+    @property
+    def layers(self) -> int:
+        return 2 * self.pp if self.virtual else max(2, self.pp)
+
+    def settings(self) -> dict:
+        return asdict(self)
+
+
+def draw(seed: int) -> Grid:
+    """The grid of a seed; the same on every machine."""
+    rng = random.Random(seed)
+    while True:
+        tp, p, r, pp = (rng.choice(sizes) for sizes in ((1, 1, 2, 4), (1, 2, 4), (1, 1, 2, 4), (1, 1, 2)))
+        if p * r == 1 or WORLD % (tp * p * r * pp):
+            continue
+        kv_heads = tp * rng.choice((1, 2, 4))
+        heads = kv_heads * rng.choice((1, 2, 3, 4, 8))
+        legal = legal_heads_per_stage(heads // tp, kv_heads // tp, p)
+        if not legal:
+            continue
+        sequence_parallel = tp > 1 and rng.random() < 0.6
+        grid = Grid(
+            tp=tp,
+            p=p,
+            r=r,
+            pp=pp,
+            dp=WORLD // (tp * p * r * pp),
+            virtual=pp > 1 and rng.random() < 0.4,
+            sequence_parallel=sequence_parallel,
+            heads=heads,
+            kv_heads=kv_heads,
+            heads_per_stage=rng.choice(legal),
+            head_dim=rng.choice((4, 6, 10)),
+            chunk=rng.choice((1, 3, 5)) * (tp if sequence_parallel else 1),
+            micro_batch=rng.choice((1, 2, 3)),
+            micro_batches=2,
+            bias=rng.random() < 0.3,
+            qkv_bias=rng.random() < 0.4,
+            qk_layernorm=rng.random() < 0.4,
+            gate=rng.random() < 0.3,
+            layer_norm=rng.random() < 0.3,
+            tied=rng.random() < 0.4,
+            interleaved=rng.random() < 0.3,
+            fuse=rng.random() < 0.5,
+            distributed_optimizer=rng.random() < 0.6,
+            overlap=rng.random() < 0.5,
+            frozen=rng.random() < 0.2,
+            seed=seed,
+        )
+        try:
+            check_parallelism(
+                query_heads=heads,
+                kv_heads=kv_heads,
+                tensor_parallel_size=tp,
+                context_parallel_size=p * r,
+                hierarchical_sizes=[p, r],
+                heads_per_stage=grid.heads_per_stage,
+                sequence_length=grid.length,
+                sequence_parallel=sequence_parallel,
+            )
+        except UPipeError:
+            continue
+        return grid

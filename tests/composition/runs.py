@@ -1,0 +1,309 @@
+"""One composition through Megatron's own schedules, DDP, finalize and optimizer, and the unsharded stock run of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from composition.grids import Grid
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from megatron_upipe.config import UPipeConfig
+
+VOCABULARY = 32
+STEPS = 3
+HIDDEN = 24
+
+
+class Run(NamedTuple):
+    """What is compared: everything by its name in the unsharded model."""
+
+    initial: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]  # after the first finalize
+    norms: list[float]
+    final: dict[str, torch.Tensor]  # parameters after three optimizer steps
+
+
+def reference(rank: int, grid: Grid) -> Run:
+    """The stock spec on one rank; world 1."""
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(5)
+    return _train(grid, _models(grid, upipe=False), distributed_optimizer=False, overlap=False, initial=None)
+
+
+def compare(rank: int, grid: Grid, wanted: Run) -> dict[str, float]:
+    """Largest relative errors of this rank's gradients, norms and final parameters. Collective over the world."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        virtual_pipeline_model_parallel_size=2 if grid.virtual else None,
+        context_parallel_size=grid.p * grid.r,
+        hierarchical_context_parallel_sizes=[grid.p, grid.r],
+    )
+    model_parallel_cuda_manual_seed(5)
+    models = _models(grid, upipe=True)
+    found = _train(grid, models, grid.distributed_optimizer, grid.overlap, wanted.initial)
+    errors = {}
+    for kind, mine, whole in (("gradient", found.gradients, wanted.gradients), ("final", found.final, wanted.final)):
+        for name, value in mine.items():
+            if name not in whole:
+                raise AssertionError(f"{kind} of {name} is unexpected")
+            part = _shard(name, whole[name], grid)
+            scale = whole[name].abs().max().clamp_min(1e-6)
+            errors[f"{kind} {name}"] = ((value - part).abs().max() / scale).item()
+    for step, (norm, want) in enumerate(zip(found.norms, wanted.norms, strict=True)):
+        errors[f"norm {step}"] = abs(norm - want) / want
+    return errors
+
+
+def _config(grid: Grid, upipe: bool) -> TransformerConfig:
+    parallel: dict[str, Any] = {}
+    if upipe:
+        parallel = dict(
+            tensor_model_parallel_size=grid.tp,
+            pipeline_model_parallel_size=grid.pp,
+            virtual_pipeline_model_parallel_size=2 if grid.virtual else None,
+            context_parallel_size=grid.p * grid.r,
+            hierarchical_context_parallel_sizes=[grid.p, grid.r],
+            sequence_parallel=grid.sequence_parallel,
+        )
+    config = TransformerConfig(
+        num_layers=grid.layers,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=40,
+        num_attention_heads=grid.heads,
+        num_query_groups=grid.kv_heads,
+        kv_channels=grid.head_dim,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        add_bias_linear=grid.bias,
+        add_qkv_bias=grid.qkv_bias,
+        qk_layernorm=grid.qk_layernorm,
+        attention_output_gate=grid.gate,
+        rotary_interleaved=grid.interleaved,
+        normalization="LayerNorm" if grid.layer_norm else "RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        transformer_impl="local",
+        calculate_per_token_loss=True,
+        **parallel,
+    )
+    config.upipe = UPipeConfig(heads_per_stage=grid.heads_per_stage)
+    return config
+
+
+def _models(grid: Grid, upipe: bool) -> list[torch.nn.Module]:
+    """This rank's model chunks, not yet wrapped."""
+    from megatron_upipe.layer_specs import upipe_layer_spec
+
+    config = _config(grid, upipe)
+    spec = upipe_layer_spec
+    if not upipe:
+        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    torch.manual_seed(grid.seed)
+    chunks = 2 if upipe and grid.virtual else 1
+    models = []
+    for chunk in range(chunks):
+        stage = dict(ignore_virtual=False, vp_stage=chunk) if chunks > 1 else dict(ignore_virtual=True)
+        models.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=spec,
+                vocab_size=VOCABULARY,
+                max_sequence_length=grid.length,
+                pre_process=parallel_state.is_pipeline_first_stage(**stage),
+                post_process=parallel_state.is_pipeline_last_stage(**stage),
+                share_embeddings_and_output_weights=grid.tied,
+                position_embedding_type="rope",
+                vp_stage=chunk if chunks > 1 else None,
+            )
+        )
+    return models
+
+
+def _train(grid: Grid, models: list, distributed_optimizer: bool, overlap: bool, initial: dict | None) -> Run:
+    """Three steps through Megatron's schedule, finalize and optimizer."""
+    config = models[0].config
+    names = [_global_names(model, grid) for model in models]
+    for model, chunk_names in zip(models, names, strict=True):
+        _prepare(model, chunk_names, grid, initial)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and distributed_optimizer,
+        use_distributed_optimizer=distributed_optimizer,
+        bucket_size=600 if overlap else None,
+    )
+    start = {n: p.detach().clone() for c in names for p, n in c.items()}
+    wrapped = [DistributedDataParallel(config, ddp, model) for model in models]
+    config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+        if ddp.overlap_param_gather and len(wrapped) > 1:
+            config.param_sync_func = [w.start_param_sync for w in wrapped]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            adam_eps=1e-3,  # steps follow the gradient's size, not the sign of its rounding
+            weight_decay=0.01,
+            clip_grad=0.5,
+            params_dtype=torch.float32,
+            use_distributed_optimizer=distributed_optimizer,
+            overlap_param_gather=ddp.overlap_param_gather,
+        ),
+        wrapped,
+    )
+    gradients: dict[str, torch.Tensor | None] = {}
+    norms = []
+    for step in range(STEPS):
+        for w in wrapped:
+            w.zero_grad_buffer()
+        optimizer.zero_grad()
+        iterators = [_batches(grid, step) for _ in wrapped]
+        get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=wrapped if len(wrapped) > 1 else wrapped[0],
+            num_microbatches=grid.micro_batches * (1 if initial is not None else grid.dp),
+            seq_length=grid.length,
+            micro_batch_size=grid.micro_batch,
+            forward_only=False,
+        )
+        if step == 0:
+            gradients = _gradients(wrapped, names, distributed_optimizer)
+        _, norm, _ = optimizer.step()
+        norms.append(float(norm))
+    if ddp.overlap_param_gather:
+        for w in wrapped:
+            w.start_param_sync(force_sync=True)
+    final = {n: p.detach().clone() for c in names for p, n in c.items()}
+    return Run(start, {k: v for k, v in gradients.items() if v is not None}, norms, final)
+
+
+# Megatron's linear with a frozen weight gives its bias no gradient, so both are frozen.
+_FROZEN = ("decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.self_attention.linear_qkv.bias")
+
+
+def _prepare(model: torch.nn.Module, names: dict, grid: Grid, initial: dict | None) -> None:
+    """Weights of the unsharded run, or for that run itself norms and biases that are not ones and zeros."""
+    with torch.no_grad():
+        for parameter, name in names.items():
+            if initial is not None:
+                parameter.copy_(_shard(name, initial[name], grid))
+            elif "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            if grid.frozen and name in _FROZEN:
+                parameter.requires_grad_(False)
+    for module in model.modules():
+        if hasattr(module, "plan"):
+            object.__setattr__(module.plan, "fuse_weight_gradients", grid.fuse)
+
+
+def _gradients(wrapped: list, names: list[dict], distributed_optimizer: bool) -> dict[str, torch.Tensor | None]:
+    """Finalized gradients; None for frozen parameters."""
+    if distributed_optimizer:
+        _gather_shards(wrapped)
+    return {
+        name: parameter.main_grad.detach().clone().float() if parameter.requires_grad else None
+        for chunk in names
+        for parameter, name in chunk.items()
+    }
+
+
+def _gather_shards(wrapped: list) -> None:
+    """Under the distributed optimizer a rank holds the sum in its part of each bucket; puts the parts together."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for bucket in (b for w in wrapped for buffer in w.buffers for b in buffer.buckets):
+        part = bucket.grad_data.numel() // group.size()
+        mine = slice(group.rank() * part, (group.rank() + 1) * part)
+        whole = torch.zeros_like(bucket.grad_data)
+        whole[mine] = bucket.grad_data[mine]
+        torch.distributed.all_reduce(whole, group=group)
+        bucket.grad_data.copy_(whole)
+
+
+def _batches(grid: Grid, step: int):
+    """This data-parallel rank's micro-batches; the unsharded run gets those of all ranks."""
+    alone = torch.distributed.get_world_size() == 1
+    ranks = range(grid.dp) if alone else [parallel_state.get_data_parallel_rank()]
+    for dp_rank in ranks:
+        for index in range(grid.micro_batches):
+            generator = torch.Generator().manual_seed(1000 * grid.seed + 100 * step + 10 * dp_rank + index)
+            shape = (grid.micro_batch, grid.length)
+            tokens = torch.randint(VOCABULARY, (shape[0], shape[1] + 1), generator=generator)
+            keep = 0.1 if index == 0 else 0.8  # uneven between micro-batches and between shards
+            mask = (torch.rand(shape, generator=generator) < keep).float()
+            mask[:, 0] = 1.0
+            batch = {
+                "tokens": tokens[:, :-1].contiguous(),
+                "labels": tokens[:, 1:].contiguous(),
+                "loss_mask": mask,
+                "attention_mask": None,
+                "position_ids": torch.arange(grid.length).expand(shape).contiguous(),
+            }
+            yield get_batch_on_this_cp_rank(
+                batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+            )
+
+
+def _forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple:
+    batch = next(data_iterator)
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+
+    def loss(losses: torch.Tensor) -> tuple:
+        mask = batch["loss_mask"].view(-1)
+        return (losses.view(-1).float() * mask).sum(), mask.sum().to(torch.int), {}
+
+    return output, loss
+
+
+def _global_names(model: torch.nn.Module, grid: Grid) -> dict[torch.nn.Parameter, str]:
+    """parameter -> its name in the unsharded model."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        if words[:2] == ["decoder", "layers"]:
+            layer = model.decoder.layers[int(words[2])]
+            words[2] = str(layer.layer_number - 1)
+        found[parameter] = ".".join(words)
+        if grid.tied and name == "output_layer.weight":
+            found[parameter] = "embedding.word_embeddings.weight"
+    return found
+
+
+_SPLIT = {
+    "word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+    "linear_qkv.weight": 0,
+    "linear_qkv.bias": 0,
+    "linear_proj.weight": 1,
+    "linear_fc2.weight": 1,
+}
+
+
+def _shard(name: str, whole: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """This tensor-parallel rank's part."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    if "linear_fc1." in name:  # gate and up halves are split each
+        return torch.cat([half.chunk(grid.tp)[rank] for half in whole.chunk(2)])
+    for ending, dim in _SPLIT.items():
+        if name.endswith(ending):
+            return whole.chunk(grid.tp, dim)[rank]
+    return whole
