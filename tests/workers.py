@@ -94,15 +94,17 @@ class WorkerPool:
         return results
 
     def close(self) -> None:
-        for process, connection in self._workers:
-            connection.close()
+        for _, connection in self._workers:
+            connection.close()  # an idle worker leaves, and ends what it started
+        for process, _ in self._workers:
+            process.join(5)
             process.kill()
             process.join()
         self._workers.clear()
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs, len(self._workers)))
         process.start()
         theirs.close()
         self._workers.append((process, ours))

@@ -108,13 +108,13 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
     return config
 
 
-def _models(grid: Grid, upipe: bool) -> list[torch.nn.Module]:
-    """This rank's model chunks, not yet wrapped."""
+def _models(grid: Grid, upipe: bool, stock_spec: bool | None = None) -> list[torch.nn.Module]:
+    """This rank's model chunks, not yet wrapped; ``upipe`` False is the unsharded stock run."""
     from megatron_upipe.layer_specs import upipe_layer_spec
 
     config = _config(grid, upipe)
     spec = upipe_layer_spec
-    if not upipe:
+    if stock_spec if stock_spec is not None else not upipe:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     torch.manual_seed(grid.seed)
     chunks = 2 if upipe and grid.virtual else 1

@@ -96,6 +96,20 @@ def test_stock_checkpoint_trains_on_under_upipe(folder, stock):
     assert_close(found, stock)
 
 
+def test_upipe_checkpoint_trains_on_under_stock_and_resumes_bit_for_bit(folder, stock):
+    saved = folder / "upipe checkpoint"
+    reshardable = ["--dist-ckpt-optim-fully-reshardable"]  # Megatron needs it when TP changes
+    straight = train(folder, "saving", 2, *CP2, *reshardable, "--save", str(saved), "--save-interval", "2")
+    assert_close(straight, stock)
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    tensor_parallel = ["--tensor-model-parallel-size", "2", "--no-load-rng", *reshardable]
+    assert_close(train(folder, "back", 2, *tensor_parallel, "--load", str(saved)), stock)
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = train(folder, "resumed", 2, *CP2, *reshardable, "--load", str(saved))
+    assert {"lm loss 3", "grad norm 4", "test lm loss 4"} <= set(resumed) and "lm loss 2" not in resumed
+    assert resumed == {key: straight[key] for key in resumed}
+
+
 def test_unmodified_pretrain_gpt_of_a_checkout(folder, stock):
     checkout = os.environ.get("MEGATRON_LM")
     if not checkout:
