@@ -6,6 +6,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_upipe import __version__
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.integration.selftest import launch
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
 
@@ -32,9 +34,24 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     info_parser = commands.add_parser("info", help="versions of what is installed, and the number of GPUs")
     info_parser.add_argument("--json", action="store_true", help="print JSON")
+    selftest_parser = commands.add_parser(
+        "selftest",
+        help="compare UPipe with Megatron's attention on this machine",
+        description=launch.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    launch.add_arguments(selftest_parser)
     args = parser.parse_args(argv)
+    try:
+        return launch.main(args) if args.command == "selftest" else _print_info(args.json)
+    except UPipeError as error:
+        print(f"megatron-upipe: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _print_info(as_json: bool) -> int:
     found = info()
-    if args.json:
+    if as_json:
         print(json.dumps(found))
     else:
         for name, value in found.items():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_upipe.attention.schedule import head_schedule
+from megatron_upipe.attention.schedule import fitting_ulysses_sizes, head_schedule
 from megatron_upipe.context.groups import check_sizes
 from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.errors import UPipeError
@@ -71,6 +71,8 @@ _MODEL = (
     _Refusal("dynamic_context_parallel", bool, "--dynamic-context-parallel", "leave it out"),
     _Refusal("experimental_attention_variant", bool, "--experimental-attention-variant", "leave it out"),
     _Refusal("qk_clip", bool, "--qk-clip", "leave it out"),
+    _Refusal("log_max_attention_logit", bool, "--log-max-attention-logit", "leave it out"),
+    _Refusal("cp_comm_type", lambda v: v not in ("p2p", ["p2p"]), "--cp-comm-type", "leave it out, UPipe has its own"),
     _Refusal("mrope_section", bool, "--mrope-section", "leave it out"),
     _Refusal("fp8", bool, "--fp8-format", "leave it out"),
     _Refusal("fp4", bool, "--fp4-format", "leave it out"),
@@ -105,10 +107,11 @@ def check_model(config: Any, training: bool = False) -> None:
             shown = rule.flag if value is True else f"{rule.flag} {_shown(value)}"
             raise UPipeError(f"{shown} is not supported by UPipe with context parallelism; {rule.instead}")
     if getattr(config, "recompute_granularity", None) == "selective":
-        modules = getattr(config, "recompute_modules", None) or []
+        modules = getattr(config, "recompute_modules", None) or ["core_attn"]  # Megatron's default
         if "core_attn" in modules:
             raise UPipeError(
-                "--recompute-modules core_attn does nothing under UPipe, which recomputes by itself; leave it out"
+                "--recompute-granularity selective with --recompute-modules core_attn (the default) does nothing under "
+                "UPipe, which recomputes by itself; name other modules, for example mlp, or use full"
             )
 
 
@@ -124,8 +127,13 @@ def check_parallelism(
     sequence_parallel: bool,
 ) -> None:
     """Raises UPipeError unless heads (of the whole model), groups and sequence length fit together."""
+    if query_heads % kv_heads:
+        nearest = _nearest_divisor(kv_heads, query_heads)
+        raise UPipeError(
+            f"--num-query-groups {kv_heads} does not divide {query_heads} query heads; the nearest divisor is {nearest}"
+        )
     if kv_heads % tensor_parallel_size:
-        nearest = max(d for d in range(1, kv_heads + 1) if kv_heads % d == 0 and d <= tensor_parallel_size)
+        nearest = _nearest_divisor(tensor_parallel_size, kv_heads)
         raise UPipeError(
             f"--tensor-model-parallel-size {tensor_parallel_size} does not divide {kv_heads} KV heads "
             f"(--num-query-groups); the nearest that does is {nearest}"
@@ -133,9 +141,16 @@ def check_parallelism(
     if hierarchical_sizes:
         check_sizes(hierarchical_sizes, context_parallel_size)
     layout = SequenceLayout(*(hierarchical_sizes or (context_parallel_size, 1)))
-    head_schedule(
-        query_heads // tensor_parallel_size, kv_heads // tensor_parallel_size, layout.ulysses_size, heads_per_stage
-    )
+    heads = query_heads // tensor_parallel_size, kv_heads // tensor_parallel_size
+    fitting = [p for p in fitting_ulysses_sizes(*heads) if context_parallel_size % p == 0]
+    if layout.ulysses_size not in fitting:
+        nearest = min(fitting, key=lambda p: (abs(p - layout.ulysses_size), p))
+        raise UPipeError(
+            f"--context-parallel-size {context_parallel_size} with P = {layout.ulysses_size} (Ulysses) does not fit "
+            f"{heads[0]} query heads and {heads[1]} KV heads on a tensor-parallel rank; the nearest that does is "
+            f"--hierarchical-context-parallel-sizes {nearest} {context_parallel_size // nearest}"
+        )
+    head_schedule(*heads, layout.ulysses_size, heads_per_stage)
     unit = 2 * layout.size * (tensor_parallel_size if sequence_parallel else 1)
     if sequence_length is not None and sequence_length % unit:
         below, above = sequence_length // unit * unit, (sequence_length // unit + 1) * unit
@@ -144,6 +159,10 @@ def check_parallelism(
             f"--seq-length {sequence_length} is not a multiple of {unit} (2 x P x R"
             f"{' x tensor-parallel size' if sequence_parallel else ''}); the nearest multiple is {nearest}"
         )
+
+
+def _nearest_divisor(value: int, of: int) -> int:
+    return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - value), d))
 
 
 def _shown(value: Any) -> str:

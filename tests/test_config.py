@@ -38,6 +38,7 @@ BAD = [
     ("hybrid_context_parallel", True, "--hybrid-context-parallel is not"),
     ("dynamic_context_parallel", True, "--dynamic-context-parallel is not"),
     ("fp8", "hybrid", "--fp8-format hybrid is not"),
+    ("cp_comm_type", ["a2a"], "--cp-comm-type a2a is not .*; leave it out, UPipe has its own"),
     (
         "position_embedding_type",
         "learned_absolute",
@@ -63,7 +64,7 @@ def test_refuses(attribute, value, message):
 
 def test_takes_what_is_legal():
     check_model(settings(), training=True)
-    check_model(settings(position_embedding_type="none"), training=True)
+    check_model(settings(position_embedding_type="none", cp_comm_type=["p2p"]), training=True)
     check_model(settings(position_embedding_type="yarn", attention_output_gate=True), training=True)
     check_model(SimpleNamespace())  # attributes of other Megatron versions may be missing
     check_model(settings(recompute_granularity="selective", recompute_modules=["mlp", "layernorm"]))
@@ -78,8 +79,9 @@ def test_every_rule_is_tried():
 
 
 def test_core_attention_recompute_is_refused():
-    with pytest.raises(UPipeError, match="--recompute-modules core_attn does nothing under UPipe"):
-        check_model(settings(recompute_granularity="selective", recompute_modules=["core_attn"]))
+    for modules in (["core_attn"], None):
+        with pytest.raises(UPipeError, match=r"--recompute-modules core_attn \(the default\) does nothing under UPipe"):
+            check_model(settings(recompute_granularity="selective", recompute_modules=modules))
 
 
 def parallelism(**changes):
@@ -100,7 +102,17 @@ def parallelism(**changes):
     ("changes", "message"),
     [
         (dict(heads_per_stage=12), "--upipe-heads-per-stage 12 .* nearest legal value is 8"),
-        (dict(query_heads=30, kv_heads=10), "P = 8 does not fit 30 query heads and 10 KV heads .* nearest P that does"),
+        (
+            dict(query_heads=30, kv_heads=10),
+            "--context-parallel-size 8 with P = 8 .* does not fit 30 query heads and 10 KV heads .* nearest that does "
+            "is --hierarchical-context-parallel-sizes 2 4",
+        ),
+        (
+            dict(query_heads=8, kv_heads=4, context_parallel_size=3, sequence_length=6),
+            "--hierarchical-context-parallel-sizes 1 3",
+        ),
+        (dict(query_heads=10, kv_heads=4), "--num-query-groups 4 does not divide 10 query heads; .* is 5"),
+        (dict(query_heads=8, kv_heads=16), "--num-query-groups 16 does not divide 8 query heads; .* is 8"),
         (dict(hierarchical_sizes=[4, 4]), r"P\*R = 16 is not --context-parallel-size 8"),
         (dict(sequence_length=1002), r"--seq-length 1002 is not a multiple of 16 \(2 x P x R\); .* is 1008"),
         (dict(sequence_length=5), "the nearest multiple is 16"),
@@ -126,6 +138,9 @@ def test_parallelism_refuses_and_names_the_nearest(changes, message):
         dict(tensor_parallel_size=8, context_parallel_size=4),
         dict(tensor_parallel_size=4, sequence_parallel=True, context_parallel_size=2, sequence_length=1024),
         dict(sequence_length=None),
+        dict(query_heads=30, kv_heads=10, hierarchical_sizes=[2, 4]),
+        dict(query_heads=8, kv_heads=4, context_parallel_size=3, hierarchical_sizes=[1, 3], sequence_length=6),
+        dict(query_heads=10, kv_heads=5, context_parallel_size=1),
     ],
 )
 def test_parallelism_accepts(changes):

@@ -9,7 +9,7 @@ Source: arXiv 2602.21196; the schedule of heads is in ``schedule.py``, the lette
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -65,12 +65,13 @@ class AttentionWeights(NamedTuple):
 class Elementwise:
     """Norm and RoPE of one call, [s, b, n, d] -> the same shape, on this rank's tokens.
 
-    ``parameters`` are the norms' weights and biases, whose gradients are wanted in that order. ``linear``: the
-    functions are linear (RoPE alone), so that their backward does not need the input.
+    ``parameters`` are the norms' weights and biases, whose gradients are wanted in that order; both functions take
+    others in their place as a second argument (None: their own). ``linear``: the functions are linear (RoPE alone), so
+    that their backward does not need the input.
     """
 
-    query: Callable[[Tensor], Tensor]
-    key: Callable[[Tensor], Tensor]
+    query: Callable[[Tensor, Sequence[Tensor] | None], Tensor]
+    key: Callable[[Tensor, Sequence[Tensor] | None], Tensor]
     parameters: tuple[Tensor, ...] = ()
     linear: bool = False
 
@@ -115,8 +116,8 @@ def attention_forward(
     for stage in schedule.stages:
         if stage.begins_block:
             key, value = _project_keys_values(x, weights, stage.block, plan)
-            kv = _exchange_keys_values(elementwise.key(key), value, plan)
-        q = to_heads(elementwise.query(_project_queries(x, weights, stage, plan)), plan.groups.ulysses)
+            kv = _exchange_keys_values(elementwise.key(key, None), value, plan)
+        q = to_heads(elementwise.query(_project_queries(x, weights, stage, plan), None), plan.groups.ulysses)
         stage_out, stage_lse = ring_forward(plan.kernel, q, kv, plan.causal, plan.scale, plan.groups.ring)
         view = query_heads(out, schedule, stage, axis=2)
         view.copy_(to_sequence(stage_out, plan.groups.ulysses).view(view.shape))
@@ -165,21 +166,24 @@ class _Backward:
         self.dqkv = WeightGradient(weights.qkv, fuse) if needs.qkv else None
         self.dbias = WeightGradient(weights.qkv_bias, fuse) if needs.qkv_bias else None
         self.dproj = WeightGradient(weights.proj, fuse) if needs.proj else None
-        self.wanted = [p for p, n in zip(elementwise.parameters, needs.elementwise, strict=True) if n]
-        self.delementwise: list[Tensor | None] = [None] * len(self.wanted)
+        # in accumulation dtype, so that their gradients are not rounded at every stage
+        self.parameters = [
+            p.detach().to(accumulation_dtype(p.dtype), copy=True).requires_grad_(needed)
+            for p, needed in zip(elementwise.parameters, needs.elementwise, strict=True)
+        ]
         # gradients of projections [s, b, n] that wait for their GEMMs, and the rows of the weight that they belong to
         self.pending: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
 
     def begin_block(self, block: int) -> None:
         key, value = _project_keys_values(self.x, self.weights, block, self.plan)
-        self.kv = _exchange_keys_values(self.elementwise.key(key), value, self.plan)
+        self.kv = _exchange_keys_values(self.elementwise.key(key, None), value, self.plan)
         self.raw_key = None if self.elementwise.linear else key
         self.dk = self.dv = None
 
     def stage(self, stage: Stage, lse: Tensor) -> None:
         plan, ulysses = self.plan, self.plan.groups.ulysses
         raw = _project_queries(self.x, self.weights, stage, plan)
-        q = to_heads(self.elementwise.query(raw), ulysses)
+        q = to_heads(self.elementwise.query(raw, None), ulysses)
         shape = raw.shape
         if self.elementwise.linear:
             raw = None
@@ -222,13 +226,12 @@ class _Backward:
         self.raw_key = None
 
     def gradients(self) -> AttentionGradients:
-        found = iter(self.delementwise)
         return AttentionGradients(
             x=self.dx and self.dx.result(),
             qkv=self.dqkv and self.dqkv.result(),
             qkv_bias=self.dbias and self.dbias.result(),
             proj=self.dproj and self.dproj.result(),
-            elementwise=[next(found) if needed else None for needed in self.needs.elementwise],
+            elementwise=[p.grad for p in self.parameters],
         )
 
     def _add_keys_values(self, stage: Stage, dk: Tensor, dv: Tensor) -> None:
@@ -242,19 +245,22 @@ class _Backward:
             dtype = accumulation_dtype(dk.dtype)
             self.dk, self.dv = dk.to(dtype), dv.to(dtype)
 
-    def _through(self, function: Callable[[Tensor], Tensor], raw: Tensor | None, gradient: Tensor) -> Tensor:
-        """Gradient of the input of an elementwise function; those of its parameters are added up.
+    def _through(self, function: Callable, raw: Tensor | None, gradient: Tensor) -> Tensor:
+        """Gradient of the input of an elementwise function; those of its parameters are added up in ``parameters``.
 
         ``raw`` is the input, or None for a linear function, whose backward is the same everywhere.
         """
         raw = (gradient if raw is None else raw).detach().requires_grad_()
         with torch.enable_grad():
-            output = function(raw)
-        draw, *rest = torch.autograd.grad(output, (raw, *self.wanted), gradient, allow_unused=True)
-        for i, extra in enumerate(rest):
-            if extra is not None:
-                part = extra.to(accumulation_dtype(extra.dtype))
-                self.delementwise[i] = part if self.delementwise[i] is None else self.delementwise[i] + part
+            if self.parameters:
+                output = function(raw.to(accumulation_dtype(raw.dtype)), self.parameters)
+            else:
+                output = function(raw, None)
+        wanted = [p for p in self.parameters if p.requires_grad]
+        draw, *rest = torch.autograd.grad(output, (raw, *wanted), gradient.to(output.dtype), allow_unused=True)
+        for parameter, part in zip(wanted, rest, strict=True):
+            if part is not None:
+                parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
         return draw
 
     def _dprojected(self, columns: Callable[[Tensor], Tensor], shape: torch.Size) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +87,18 @@ class UPipeSelfAttention(SelfAttention):
     ) -> None:
         self.upipe: UPipeConfig = getattr(config, "upipe", None) or UPipeConfig()
         groups = _context_groups(config, pg_collection)
-        self.context_parallel = groups.layout.size > 1
+        layout = groups.layout
+        self.context_parallel = layout.size > 1
+        check_parallelism(
+            query_heads=config.num_attention_heads,
+            kv_heads=config.num_query_groups,
+            tensor_parallel_size=config.tensor_model_parallel_size,
+            context_parallel_size=layout.size,
+            hierarchical_sizes=[layout.ulysses_size, layout.ring_size],
+            heads_per_stage=self.upipe.heads_per_stage,
+            sequence_length=None,
+            sequence_parallel=config.sequence_parallel,
+        )
         if self.context_parallel:
             check_model(config)
             if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
@@ -101,14 +113,14 @@ class UPipeSelfAttention(SelfAttention):
             pg_collection=pg_collection,
             **kwargs,
         )
+        self.groups = groups
         if self.context_parallel:
             self.plan = self._make_plan(groups)
-            _announce(self.describe())
 
     def describe(self) -> str:
-        """The active plan in one line."""
+        """The active plan in one line; the kernel is that of the last call."""
         if not self.context_parallel:
-            return "one context-parallel rank: Megatron's own attention"
+            return f"one context-parallel rank: Megatron's own attention, rope {self.upipe.rope}"
         return f"{self.plan.describe()}, rope {self.upipe.rope}"
 
     def forward(
@@ -139,6 +151,9 @@ class UPipeSelfAttention(SelfAttention):
         }
         inference = inference_context if inference_context is not None else inference_params
         if not self.context_parallel:
+            _announce(self.describe())
+            if self.upipe.rope == "exact" and inference is None:
+                rotary_pos_emb = self._angles(rotary_pos_emb, hidden_states)
             return super().forward(
                 hidden_states, attention_mask, inference_context=inference, rotary_pos_emb=rotary_pos_emb, **given
             )
@@ -156,6 +171,7 @@ class UPipeSelfAttention(SelfAttention):
             if value is not None:
                 raise UPipeError(f"{name} is not supported by UPipe with context parallelism; pass None")
         weights = self._weights()
+        self._use_kernel_for(hidden_states)
         elementwise = self._elementwise(rotary_pos_emb, hidden_states)
         sequence_parallel = self.linear_qkv.sequence_parallel
         call = AttentionCall(
@@ -173,16 +189,6 @@ class UPipeSelfAttention(SelfAttention):
 
     def _make_plan(self, groups: ContextGroups) -> AttentionPlan:
         config = self.config
-        check_parallelism(
-            query_heads=config.num_attention_heads,
-            kv_heads=config.num_query_groups,
-            tensor_parallel_size=self.world_size,
-            context_parallel_size=groups.layout.size,
-            hierarchical_sizes=[groups.layout.ulysses_size, groups.layout.ring_size],
-            heads_per_stage=self.upipe.heads_per_stage,
-            sequence_length=None,
-            sequence_parallel=config.sequence_parallel,
-        )
         head_dim = self.hidden_size_per_attention_head
         weight = self.linear_qkv.weight
         return AttentionPlan(
@@ -201,11 +207,20 @@ class UPipeSelfAttention(SelfAttention):
             fuse_weight_gradients=config.gradient_accumulation_fusion,
         )
 
+    def _use_kernel_for(self, x: Tensor) -> None:
+        """Layers may move to another device or dtype after they are built; the kernel follows."""
+        kernel = select_kernel(x.device, x.dtype, self.plan.head_dim)
+        if kernel is not self.plan.kernel:
+            self.plan = replace(self.plan, kernel=kernel)
+        _announce(self.describe())
+
     def _weights(self) -> AttentionWeights:
         """The parameters, through their modules' calls."""
         for name, kind in (("linear_qkv", UPipeColumnParallelLinear), ("linear_proj", UPipeRowParallelLinear)):
             linear = getattr(self, name)
-            if type(linear) is not kind or linear.weight.grad_fn is not None or linear._forward_hooks:
+            hooks = linear._forward_hooks if type(linear) is kind else True
+            hooks = hooks or linear._backward_hooks or linear._backward_pre_hooks
+            if hooks or linear.weight.grad_fn is not None:
                 raise UPipeError(
                     f"{name} is wrapped, hooked or its weight is computed ({type(linear).__name__}); UPipe reads the "
                     "weight itself and would bypass that; use the stock spec for it"
@@ -217,29 +232,27 @@ class UPipeSelfAttention(SelfAttention):
     def _elementwise(self, rotary_pos_emb: Any, hidden_states: Tensor) -> Elementwise:
         """q/k norm and RoPE of this call's tokens."""
         angles = self._angles(rotary_pos_emb, hidden_states)
-        norms = [norm for norm in (self.q_layernorm, self.k_layernorm) if norm is not None]
+        q_parameters, k_parameters = _parameters(self.q_layernorm), _parameters(self.k_layernorm)
+        count = len(q_parameters)
 
-        def make(norm: Any, freqs: Tensor | None) -> Any:
-            def apply(t: Tensor) -> Tensor:
-                if norm is not None:
-                    t = norm(t)
-                if freqs is not None:
-                    t = apply_rotary_pos_emb(
-                        t,
-                        freqs,
-                        config=self.config,
-                        mscale=self._yarn_concentration_factor,
-                        cp_group=self.pg_collection.cp,
-                    )
+        def rotate(t: Tensor, freqs: Tensor | None) -> Tensor:
+            if freqs is None:
                 return t
+            return apply_rotary_pos_emb(
+                t, freqs, config=self.config, mscale=self._yarn_concentration_factor, cp_group=self.pg_collection.cp
+            )
 
-            return apply
+        def query(t: Tensor, parameters: Sequence[Tensor] | None) -> Tensor:
+            return rotate(_norm(self.q_layernorm, t, parameters and parameters[:count]), angles[0])
+
+        def key(t: Tensor, parameters: Sequence[Tensor] | None) -> Tensor:
+            return rotate(_norm(self.k_layernorm, t, parameters and parameters[count:]), angles[1])
 
         return Elementwise(
-            query=make(self.q_layernorm, angles[0]),
-            key=make(self.k_layernorm, angles[1]),
-            parameters=tuple(p for norm in norms for p in norm.parameters()),
-            linear=not norms,
+            query=query,
+            key=key,
+            parameters=(*q_parameters, *k_parameters),
+            linear=self.q_layernorm is None and self.k_layernorm is None,
         )
 
     def _angles(self, rotary_pos_emb: Any, hidden_states: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -249,7 +262,7 @@ class UPipeSelfAttention(SelfAttention):
             return None, None
         if self.upipe.rope == "stock":
             return rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        groups = self.plan.groups
+        groups = self.groups
         tokens = hidden_states.shape[0] * (self.world_size if self.linear_qkv.sequence_parallel else 1)
         angles = exact_angles(
             groups.layout,
@@ -270,6 +283,20 @@ class UPipeSelfAttention(SelfAttention):
 
     def _reduce(self, gradient: Tensor) -> Tensor:
         return reduce_from_tensor_model_parallel_region(gradient, group=self.pg_collection.tp)
+
+
+def _parameters(norm: torch.nn.Module | None) -> list[Tensor]:
+    return [] if norm is None else list(norm.parameters())
+
+
+def _norm(norm: torch.nn.Module | None, t: Tensor, parameters: Sequence[Tensor] | None) -> Tensor:
+    """``norm(t)``, with ``parameters`` in the place of its own if given."""
+    if norm is None:
+        return t
+    if not parameters:
+        return norm(t)
+    names = [name for name, _ in norm.named_parameters()]
+    return torch.func.functional_call(norm, dict(zip(names, parameters, strict=True)), (t,))
 
 
 def _same(tensor: Tensor) -> Tensor:

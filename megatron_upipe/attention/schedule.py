@@ -95,6 +95,11 @@ def legal_heads_per_stage(query_heads: int, kv_heads: int, ulysses_size: int) ->
     return []
 
 
+def fitting_ulysses_sizes(query_heads: int, kv_heads: int) -> list[int]:
+    """All P for which there is a schedule, rising."""
+    return [p for p in range(1, query_heads + 1) if legal_heads_per_stage(query_heads, kv_heads, p)]
+
+
 def head_schedule(query_heads: int, kv_heads: int, ulysses_size: int, heads_per_stage: int | None) -> HeadSchedule:
     """The schedule for H, K, P and U (None: U = P).
 
@@ -103,11 +108,9 @@ def head_schedule(query_heads: int, kv_heads: int, ulysses_size: int, heads_per_
     h, k, p = query_heads, kv_heads, ulysses_size
     legal = legal_heads_per_stage(h, k, p)
     if not legal:
-        fitting = [size for size in range(1, h + 1) if legal_heads_per_stage(h, k, size)]
-        nearest = min(fitting, key=lambda size: (abs(size - p), size))
         raise UPipeError(
-            f"--hierarchical-context-parallel-sizes: ulysses_size P = {p} does not fit {h} query heads and {k} KV "
-            f"heads on a tensor-parallel rank; the nearest P that does is {nearest} (all: {_listed(fitting)})"
+            f"ulysses_size P = {p} does not fit {h} query heads and {k} KV heads on a tensor-parallel rank; "
+            f"fitting are {_listed(fitting_ulysses_sizes(h, k))}"
         )
     u = p if heads_per_stage is None else heads_per_stage
     if u not in legal:

@@ -130,6 +130,10 @@ def check_flags(args: argparse.Namespace) -> None:
         if value not in (*allowed, None, False):
             shown = flag if value is True else f"{flag} {value}"
             raise UPipeError(f"{shown} needs a GPU; on a CPU {instead}")
+    if "layernorm" in (args.recompute_modules or []):
+        raise UPipeError("--recompute-modules layernorm needs TransformerEngine; leave layernorm out on a CPU")
+    if args.expert_model_parallel_size > 1 and args.moe_token_dispatcher_type == "alltoall":
+        raise UPipeError("--moe-token-dispatcher-type alltoall needs a GPU; on a CPU use allgather")
     if args.context_parallel_size > 1 and not wants_upipe(args):
         raise UPipeError(
             f"--context-parallel-size {args.context_parallel_size} with Megatron's own attention needs a GPU "

@@ -35,7 +35,9 @@ def main(argv: list[str]) -> int:
         # only if nobody ends them meanwhile.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(5)
-        print(f"megatron_upipe: error: {error}", file=sys.stderr, flush=True)
+        # Megatron's build_module appends " when instantiating ..." at each level
+        sentence = str(error).split(" when instantiating ")[0]
+        print(f"megatron_upipe: error: {sentence}", file=sys.stderr, flush=True)
         return 2
 
 

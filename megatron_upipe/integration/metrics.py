@@ -67,7 +67,10 @@ def _record_evaluation(original: Callable) -> Callable:
 
     def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        _evaluating.update(iteration=given["iteration"], name="test" if "test set" in given["prefix"] else "validation")
+        # "iteration 20" during training; "... on validation set", "... on test set" after it
+        names = {"on test set": "test", "on validation set": "final validation"}
+        name = next((n for ending, n in names.items() if given["prefix"].endswith(ending)), "validation")
+        _evaluating.update(iteration=given["iteration"], name=name)
         return original(*args, **kwargs)
 
     return evaluate_and_print_results

@@ -38,9 +38,12 @@ def check_upipe(args: Namespace) -> None:
             if getattr(args, attribute) is not None:
                 raise UPipeError(f"{flag} does nothing without the spec; add --spec {SPEC} upipe_layer_spec")
         return
-    if args.context_parallel_size == 1:
+    if args.heterogeneous_layers_config_path is not None:
+        raise UPipeError(
+            "--heterogeneous-layers-config-path chooses the layers itself and would bypass --spec; leave one out"
+        )
+    if args.num_attention_heads is None:  # Megatron says what is missing
         return
-    check_model(args, training=True)
     check_parallelism(
         query_heads=args.num_attention_heads,
         kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
@@ -51,10 +54,26 @@ def check_upipe(args: Namespace) -> None:
         sequence_length=args.seq_length,
         sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
     )
+    if args.context_parallel_size == 1:
+        return
+    if args.use_rotary_position_embeddings:  # Megatron's older way to say it
+        args.position_embedding_type = "rope"
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
+    check_model(args, training=True)
+    if args.eod_mask_loss and not args.calculate_per_token_loss:
+        _say(
+            "with --eod-mask-loss each context-parallel rank divides by its own number of tokens, in Megatron itself; "
+            "add --calculate-per-token-loss for the losses of one rank"
+        )
     if args.create_attention_mask_in_dataloader:
         args.create_attention_mask_in_dataloader = False
-        if int(os.environ.get("RANK", "0")) == 0:
-            print("megatron_upipe: --no-create-attention-mask-in-dataloader set; UPipe masks by itself", flush=True)
+        _say("--no-create-attention-mask-in-dataloader set; UPipe masks by itself")
+
+
+def _say(sentence: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"megatron_upipe: {sentence}", flush=True)
 
 
 def upipe_config(args: Namespace) -> UPipeConfig:

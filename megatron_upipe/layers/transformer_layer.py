@@ -28,7 +28,8 @@ class UPipeTransformerLayer(TransformerLayer):
 
 def upipe_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
     """Megatron's submodules for ``config`` with UPipe self-attention. Raises UPipeError where layers differ."""
-    if config.num_moe_experts is not None and config.moe_layer_freq != 1:
+    pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [config.moe_layer_freq]
+    if config.num_moe_experts is not None and set(pattern) != {1}:
         raise UPipeError(
             f"--moe-layer-freq {config.moe_layer_freq} mixes dense and expert layers, which one layer spec cannot say; "
             "use a spec made by with_upipe from Megatron's block spec"

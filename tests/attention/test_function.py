@@ -5,7 +5,12 @@ import weakref
 
 import pytest
 import torch
-from attention.modules import (
+from megatron.core import parallel_state
+
+from megatron_upipe.attention.gradients import InputGradient, WeightGradient
+from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.integration.selftest.parity import (
     Case,
     initialize,
     local,
@@ -14,11 +19,6 @@ from attention.modules import (
     stock_attention,
     upipe_attention,
 )
-from megatron.core import parallel_state
-
-from megatron_upipe.attention.gradients import InputGradient, WeightGradient
-from megatron_upipe.context.layout import SequenceLayout
-from megatron_upipe.errors import UPipeError
 from megatron_upipe.planning.live_bytes import LiveBytes
 
 LAYOUT = SequenceLayout(2, 1)
@@ -253,7 +253,7 @@ def _one_rank(rank):
     module = upipe_attention(case, 1, 1, stock)
     x = torch.randn(6, 3, case.hidden, dtype=torch.float64)
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).triu(1)
-    assert module.describe() == "one context-parallel rank: Megatron's own attention"
+    assert module.describe() == "one context-parallel rank: Megatron's own attention, rope stock"
     return torch.equal(module(x, mask)[0], stock(x, mask)[0])
 
 

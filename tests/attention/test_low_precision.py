@@ -1,55 +1,13 @@
 """bf16: errors against fp64 are at most twice those of the stock attention in bf16."""
 
 import pytest
-import torch
-import torch.distributed as dist
-from attention.modules import (
-    Case,
-    initialize,
-    local,
-    rotary_table,
-    single_rank_groups,
-    stock_attention,
-    upipe_attention,
-)
-from megatron.core import parallel_state
 
-from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.integration.selftest.parity import Case, compare_low_precision, initialize, single_rank_groups
 
 
 def _errors(rank, p, r, case):
-    """Errors of UPipe and of stock, both in bf16, against stock in fp64."""
     initialize(p, r)
-    groups = single_rank_groups()
-    layout, rank = SequenceLayout(p, r), parallel_state.get_context_parallel_rank()
-    length = 2 * layout.size * case.chunk
-    table = rotary_table(case, length)
-    torch.manual_seed(2)
-    x, dy = (torch.randn(length, case.micro_batch, case.hidden).bfloat16() for _ in range(2))
-    exact = stock_attention(case, groups)
-    with torch.no_grad():  # weights that bf16 holds exactly
-        for parameter in exact.parameters():
-            parameter.copy_(parameter.bfloat16())
-    plain, upipe = stock_attention(case, groups), upipe_attention(case, p, r, exact)
-    plain.load_state_dict(exact.state_dict())
-    found = []
-    runs = ((exact, torch.float64, True), (plain, torch.bfloat16, True), (upipe, torch.bfloat16, False))
-    for module, dtype, whole in runs:
-        module.to(dtype)
-        pick = (lambda t: t) if whole else (lambda t: local(t, layout, rank))
-        leaf = pick(x).to(dtype, copy=True).requires_grad_()
-        y = module(leaf, None, rotary_pos_emb=pick(table))[0]
-        y.backward(pick(dy).to(dtype))
-        mine = (lambda t: local(t, layout, rank)) if whole else (lambda t: t)
-        gradients = {"output": mine(y.detach()).double(), "dx": mine(leaf.grad).double()}
-        for name, parameter in module.named_parameters():
-            gradient = parameter.grad.double()
-            if not whole:
-                dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
-            gradients[name] = gradient
-        found.append(gradients)
-    wanted, stock, ours = found
-    return {n: ((ours[n] - w).norm() / w.norm(), (stock[n] - w).norm() / w.norm()) for n, w in wanted.items()}
+    return compare_low_precision(case, p, r, single_rank_groups())
 
 
 @pytest.mark.parametrize("heads_per_stage", [2, 6, 12])

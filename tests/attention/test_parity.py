@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from attention.modules import TOLERANCE, Case, compare, initialize, single_rank_groups
 
 from megatron_upipe.attention.schedule import legal_heads_per_stage
+from megatron_upipe.integration.selftest.parity import TOLERANCE, Case, compare, initialize, single_rank_groups
 
 GROUPS = [(1, 2), (1, 4), (2, 1), (4, 1), (2, 2), (2, 3)]
 HEADS = [(8, 8), (8, 4), (12, 4), (8, 2), (8, 1)]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from attention.modules import TOLERANCE, Case, compare, initialize, single_rank_groups
 
 from megatron_upipe.attention import core
 from megatron_upipe.context import exchange, ring
+from megatron_upipe.integration.selftest.parity import TOLERANCE, Case, compare, initialize, single_rank_groups
 
 CASE = Case(heads=12, kv_heads=4, heads_per_stage=6)
 REPLICATED = Case(heads=8, kv_heads=1, heads_per_stage=4)

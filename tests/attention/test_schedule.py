@@ -75,8 +75,8 @@ def test_paper_example():
     [
         (32, 8, 8, 12, r"--upipe-heads-per-stage 12 .* nearest legal value is 8 \(all: 8, 16, 32\)"),
         (12, 4, 2, 8, r"--upipe-heads-per-stage 8 .* nearest legal value is 6 \(all: 2, 6, 12\)"),
-        (12, 4, 3, 3, r"P = 3 does not fit 12 query heads and 4 KV heads .* nearest P that does is 2 "),
-        (8, 4, 16, 16, r"P = 16 does not fit 8 query heads .* nearest P that does is 8 \(all: 1, 2, 4, 8\)"),
+        (12, 4, 3, 3, r"P = 3 does not fit 12 query heads and 4 KV heads .*; fitting are 1, 2, 4, 12"),
+        (8, 4, 16, 16, r"P = 16 does not fit 8 query heads .*; fitting are 1, 2, 4, 8"),
     ],
 )
 def test_refusals_name_flag_and_nearest(h, k, p, u, message):

@@ -3,7 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-from attention.modules import (
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.integration.selftest.parity import (
     TOLERANCE,
     Case,
     _randomise,
@@ -14,13 +21,6 @@ from attention.modules import (
     rotary_table,
     single_rank_groups,
 )
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-
-from megatron_upipe.context.layout import SequenceLayout
-from megatron_upipe.errors import UPipeError
 
 SWIGLU = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=False)
 CONFIGURATIONS = {
@@ -135,6 +135,11 @@ def _refused_at_build(rank):
 
 def test_refused_when_the_layer_is_built(workers):
     messages = workers.run(2, _refused_at_build)[0]
-    parts = ("--upipe-heads-per-stage 8", "--attention-dropout 0.1", "P = 2 does not fit", "--window-size 4 0")
+    parts = (
+        "--upipe-heads-per-stage 8",
+        "--attention-dropout 0.1",
+        "(Ulysses) does not fit",
+        "--window-size 4 0",
+    )
     for message, part in zip(messages, parts, strict=True):
         assert part in message

@@ -20,8 +20,10 @@ def is_installed() -> bool:
     return OWNER in registry.owners()
 
 
-def install() -> None:
-    """Lets Megatron run in this process without a GPU, and says so in one line (rank 0). Not collective.
+def install(quiet: bool = False) -> None:
+    """Lets Megatron run in this process without a GPU, and says so in one line (rank 0, unless ``quiet``).
+
+    Not collective.
 
     Raises UPipeError when a GPU is in use or a symbol is already replaced; then nothing is changed.
     """
@@ -34,7 +36,7 @@ def install() -> None:
     _dynamo_was_disabled = torch._dynamo.config.disable
     # Megatron decorates functions with torch.compile; compiling them for a CPU costs more than it gives here.
     torch._dynamo.config.disable = True
-    if int(os.environ.get("RANK", "0")) == 0:
+    if not quiet and int(os.environ.get("RANK", "0")) == 0:
         print(NOTICE, flush=True)
 
 

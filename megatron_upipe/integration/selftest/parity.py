@@ -1,4 +1,8 @@
-"""Stock and UPipe attention side by side, on the ranks of a worker pool, in fp64."""
+"""Stock and UPipe self-attention side by side: output, input gradient and every weight gradient.
+
+Every rank computes the stock module on the whole sequence by itself; UPipe's runs on the ranks' shards. Gradients are
+summed as Megatron's finalize does before they are compared.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_upipe.config import UPipeConfig
 from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.integration import cpu
 
-TOLERANCE = 1e-10
+TOLERANCE = 1e-10  # relative, fp64
+
+
+def device() -> torch.device:
+    """Where the modules under test live."""
+    return torch.device("cpu") if cpu.is_installed() else torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,7 @@ def stock_attention(case: Case, groups: ProcessGroupCollection) -> torch.nn.Modu
     )
     torch.manual_seed(7)
     spec = with_mask(submodules.self_attention, case)
-    module = build_module(spec, config=config, layer_number=1, pg_collection=groups).double()
+    module = build_module(spec, config=config, layer_number=1, pg_collection=groups).double().to(device())
     _randomise(module)
     return module
 
@@ -112,7 +122,7 @@ def upipe_attention(
     config = make_config(case, p, r, tensor_model_parallel_size=tp, sequence_parallel=sp)
     spec = with_mask(upipe_submodules(config).self_attention, case)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    module = build_module(spec, config=config, layer_number=1, pg_collection=groups).double()
+    module = build_module(spec, config=config, layer_number=1, pg_collection=groups).double().to(device())
     names = dict(module.named_parameters())
     assert set(names) == set(dict(stock.named_parameters())), "parameter names are Megatron's"
     with torch.no_grad():
@@ -138,7 +148,7 @@ def _randomise(module: torch.nn.Module) -> None:
 
 def rotary_table(case: Case, length: int) -> torch.Tensor:
     rotary = RotaryEmbedding(case.head_dim, rotary_percent=case.rotary_percent, use_cpu_initialization=True)
-    return rotary.get_emb(length)
+    return rotary.get_emb(length).to(device())
 
 
 def local(tensor: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
@@ -153,6 +163,24 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-300)).item()
 
 
+def inputs(case: Case, layout: SequenceLayout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x and dy [S, b, hidden] and the RoPE table, whole and the same on every rank."""
+    length = 2 * layout.size * case.chunk
+    generator = torch.Generator().manual_seed(11)
+    shape = (length, case.micro_batch, case.hidden)
+    x, dy = (torch.randn(shape, dtype=torch.float64, generator=generator).to(device(), dtype) for _ in range(2))
+    return x, dy, rotary_table(case, length)
+
+
+def finalized(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """A weight gradient summed over the context-parallel group, norms also over the tensor-parallel group."""
+    gradient = gradient.double()
+    dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+    if "layernorm" in name:
+        dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+    return gradient
+
+
 def compare(
     case: Case, p: int, r: int, groups: ProcessGroupCollection, tp: int = 1, sp: bool = False, strided: bool = False
 ) -> dict[str, float]:
@@ -161,13 +189,10 @@ def compare(
     ``strided``: x and dy are views that are not contiguous.
     """
     layout, rank = SequenceLayout(p, r), parallel_state.get_context_parallel_rank()
-    length = 2 * layout.size * case.chunk
     stock = stock_attention(case, groups)
     upipe = upipe_attention(case, p, r, stock, tp, sp)
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(length, case.micro_batch, case.hidden, dtype=torch.float64, generator=generator)
-    dy = torch.randn(length, case.micro_batch, case.hidden, dtype=torch.float64, generator=generator)
-    table = rotary_table(case, length)
+    x, dy, table = inputs(case, layout, torch.float64)
+    gather_late(upipe)
 
     def mine(tensor: torch.Tensor) -> torch.Tensor:
         shard = local(tensor, layout, rank)
@@ -191,9 +216,67 @@ def compare(
         if parameter.grad is None:  # the output bias is handed on, not added
             assert gradients[name].grad is None
             continue
-        gradient = gradients[name].grad.clone()
-        dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
-        if "layernorm" in name:
-            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
-        errors[name] = relative_error(gradient, tp_shard(name, parameter.grad, tp))
+        errors[name] = relative_error(finalized(name, gradients[name].grad), tp_shard(name, parameter.grad, tp))
     return errors
+
+
+def compare_low_precision(
+    case: Case, p: int, r: int, groups: ProcessGroupCollection, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, tuple[float, float]]:
+    """For each result (error of UPipe, error of stock), both in ``dtype``, against stock in fp64, in the 2-norm.
+
+    A weight gradient leaves each rank in ``dtype``; the error of stock includes what that rounding of the ranks' exact
+    parts costs, since every context parallelism pays it. Collective.
+    """
+    layout, rank = SequenceLayout(p, r), parallel_state.get_context_parallel_rank()
+    x, dy, table = inputs(case, layout, dtype)
+    exact = stock_attention(case, groups)
+    with torch.no_grad():  # weights that the low precision holds exactly
+        for parameter in exact.parameters():
+            parameter.copy_(parameter.to(dtype))
+    plain, upipe = stock_attention(case, groups), upipe_attention(case, p, r, exact)
+    parts = upipe_attention(case, p, r, exact)
+    plain.load_state_dict(exact.state_dict())
+
+    def mine(tensor: torch.Tensor) -> torch.Tensor:
+        return local(tensor, layout, rank)
+
+    found = []
+    for module, precision in ((exact, torch.float64), (plain, dtype), (parts, torch.float64), (upipe, dtype)):
+        module.to(precision)
+        sharded = module is upipe or module is parts
+        pick = mine if sharded else _whole
+        leaf = pick(x).to(precision, copy=True).requires_grad_()
+        y = module(leaf, None, rotary_pos_emb=pick(table))[0]
+        y.backward(pick(dy).to(precision))
+        cut = _whole if sharded else mine
+        results = {"output": cut(y.detach()).double(), "dx": cut(leaf.grad).double()}
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                results[name] = finalized(name, parameter.grad.to(dtype)) if sharded else parameter.grad.double()
+        found.append(results)
+    wanted, stock, rounded, ours = found
+    errors = {}
+    for name, w in wanted.items():
+        error, allowed, rounding = (((f[name] - w).norm() / w.norm()).item() for f in (ours, stock, rounded))
+        errors[name] = (error, allowed if name in ("output", "dx") else allowed + rounding)
+    return errors
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def gather_late(module: torch.nn.Module) -> None:
+    """Takes the linears' weights away and brings them back in a hook of the module's call, as DDP and FSDP do.
+
+    A weight that is read without the call is NaN.
+    """
+    for linear in (module.linear_qkv, module.linear_proj):
+        whole = linear.weight.detach().clone()
+
+        def gather(linear: torch.nn.Module, args: tuple, whole: torch.Tensor = whole) -> None:
+            linear.weight.data.copy_(whole)
+
+        linear.weight.data.fill_(torch.nan)
+        linear.register_forward_pre_hook(gather)
