@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
@@ -225,8 +226,9 @@ def compare_low_precision(
 ) -> dict[str, tuple[float, float]]:
     """For each result (error of UPipe, error of stock), both in ``dtype``, against stock in fp64, in the 2-norm.
 
-    A weight gradient leaves each rank in ``dtype``; the error of stock includes what that rounding of the ranks' exact
-    parts costs, since every context parallelism pays it. Collective.
+    Stock is Megatron's module with explicit softmax or with torch's flash attention, whichever errs more. A weight
+    gradient leaves each rank in ``dtype``; the error of stock includes what that rounding of the ranks' exact parts
+    costs, since every context parallelism pays it. Collective.
     """
     layout, rank = SequenceLayout(p, r), parallel_state.get_context_parallel_rank()
     x, dy, table = inputs(case, layout, dtype)
@@ -234,15 +236,18 @@ def compare_low_precision(
     with torch.no_grad():  # weights that the low precision holds exactly
         for parameter in exact.parameters():
             parameter.copy_(parameter.to(dtype))
-    plain, upipe = stock_attention(case, groups), upipe_attention(case, p, r, exact)
-    parts = upipe_attention(case, p, r, exact)
-    plain.load_state_dict(exact.state_dict())
+    plain, flash = stock_attention(case, groups), stock_attention(case, groups)
+    upipe, parts = (upipe_attention(case, p, r, exact) for _ in range(2))
+    for module in (plain, flash):
+        module.load_state_dict(exact.state_dict())
+    flash.core_attention = _Flash(case, upipe.plan.scale)
 
     def mine(tensor: torch.Tensor) -> torch.Tensor:
         return local(tensor, layout, rank)
 
     found = []
-    for module, precision in ((exact, torch.float64), (plain, dtype), (parts, torch.float64), (upipe, dtype)):
+    runs = ((exact, torch.float64), (parts, torch.float64), (plain, dtype), (flash, dtype), (upipe, dtype))
+    for module, precision in runs:
         module.to(precision)
         sharded = module is upipe or module is parts
         pick = mine if sharded else _whole
@@ -255,12 +260,26 @@ def compare_low_precision(
             if parameter.grad is not None:
                 results[name] = finalized(name, parameter.grad.to(dtype)) if sharded else parameter.grad.double()
         found.append(results)
-    wanted, stock, rounded, ours = found
+    wanted, *others = found
     errors = {}
     for name, w in wanted.items():
-        error, allowed, rounding = (((f[name] - w).norm() / w.norm()).item() for f in (ours, stock, rounded))
-        errors[name] = (error, allowed if name in ("output", "dx") else allowed + rounding)
+        rounding, explicit, fused, ours = (((other[name] - w).norm() / w.norm()).item() for other in others)
+        stock = max(explicit, fused)
+        errors[name] = (ours, stock if name in ("output", "dx") else stock + rounding)
     return errors
+
+
+class _Flash(torch.nn.Module):
+    """Core attention of the stock module through torch's flash attention: [s, b, heads, d] -> [s, b, heads*d]."""
+
+    def __init__(self, case: Case, scale: float) -> None:
+        super().__init__()
+        self.causal, self.scale = case.mask == "causal", scale
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        heads = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(*heads, is_causal=self.causal, scale=self.scale, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2).contiguous()
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
