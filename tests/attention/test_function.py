@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from megatron_upipe.attention.function import UPipeAttentionFunction
 from megatron_upipe.attention.gradients import InputGradient, WeightGradient
 from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.errors import UPipeError
@@ -189,6 +190,28 @@ def _recomputed(rank, reentrant):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_under_activation_checkpointing(workers, reentrant):
     assert workers.run(2, _recomputed, reentrant) == [True, True]
+
+
+def _node(rank, dtype):
+    """Arity, saved tensors and gradient dtypes of the autograd node."""
+    module, x, table = build(Case(config=dict(qk_layernorm=True, add_qkv_bias=True)))
+    module.to(dtype)
+    y, _ = module(x.to(dtype).requires_grad_(), None, rotary_pos_emb=table)
+    node = y.grad_fn
+    assert len(node.saved_tensors) == 2 + len(module.plan.schedule.stages), "x, out and one lse a stage"
+    gradients = UPipeAttentionFunction.backward(node, torch.ones_like(y))
+    # x, qkv weight and bias, proj weight, two norms; the first two arguments are no tensors
+    assert len(gradients) == len(node.next_functions) == 8 and gradients[:2] == (None, None)
+    inputs = (x, module.linear_qkv.weight, module.linear_qkv.bias, module.linear_proj.weight)
+    norms = (module.q_layernorm.weight, module.k_layernorm.weight)
+    assert [tuple(g.shape) for g in gradients[2:]] == [tuple(t.shape) for t in (*inputs, *norms)]
+    y.backward(torch.ones_like(y))
+    return {str(p.grad.dtype) for p in module.parameters()} == {str(dtype)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_autograd_node(workers, dtype):
+    assert workers.run(2, _node, dtype) == [True, True]
 
 
 def _bitwise(rank):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -165,6 +166,13 @@ def test_bad_value_is_one_sentence():
     launcher.install(force_cpu=True)
     with pytest.raises(UPipeError, match="argument --num-layers: invalid int value: 'two'"):
         parse("--num-layers", "two")
+
+
+def test_every_flag_is_on_in_some_test():
+    parser = flags.add_upipe_flags(argparse.ArgumentParser(add_help=False))
+    tests = "\n".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
+    ours = [option for action in parser._actions for option in action.option_strings]
+    assert len(ours) == 4 and all(f'"{flag}"' in tests for flag in ours)
 
 
 def test_cli_info(capsys):

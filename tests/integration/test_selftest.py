@@ -116,6 +116,6 @@ def test_command_line(capsys):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert found["good"] and found["world"] == 2 and found["rows"][0]["allowed"] == 1e-10
+    assert found["good"] and found["world"] == 2 and found["rows"][0]["dx"][1] == 1e-10
     assert cli.main(["selftest"]) == 2
     assert "run it under torchrun, or pass --cpu-ranks 4" in capsys.readouterr().err
