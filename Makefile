@@ -4,12 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint format install clean help
+.PHONY: demo test fuzz lint format install clean help
+
+GRIDS ?= 200
+SEED ?= 0
 
 help:
 	@echo "make demo       train a small Llama on real text with Megatron-LM's own training loop, on this machine's CPUs"
 	@echo "make test       the test suite (under 15 minutes on 2 cores)"
-	@echo "make test-slow  the tests left out of it"
+	@echo "make fuzz       GRIDS=200 random compositions against the unsharded stock run, from SEED=0"
 	@echo "make lint       ruff"
 	@echo "make clean      remove .venv and .demo"
 
@@ -17,10 +20,10 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/demo/run.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest
 
-test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow
+fuzz: $(INSTALLED)
+	$(BIN)/python -W ignore tests/composition/fuzz.py --grids $(GRIDS) --seed $(SEED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

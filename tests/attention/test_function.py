@@ -201,7 +201,7 @@ def _node(rank, dtype):
     assert len(node.saved_tensors) == 2 + len(module.plan.schedule.stages), "x, out and one lse a stage"
     gradients = UPipeAttentionFunction.backward(node, torch.ones_like(y))
     # x, qkv weight and bias, proj weight, two norms; the first two arguments are no tensors
-    assert len(gradients) == len(node.next_functions) == 8 and gradients[:2] == (None, None)
+    assert len(gradients) == 2 + len(node.next_functions) == 8 and gradients[:2] == (None, None)
     inputs = (x, module.linear_qkv.weight, module.linear_qkv.bias, module.linear_proj.weight)
     norms = (module.q_layernorm.weight, module.k_layernorm.weight)
     assert [tuple(g.shape) for g in gradients[2:]] == [tuple(t.shape) for t in (*inputs, *norms)]

@@ -47,6 +47,7 @@ def compare(rank: int, grid: Grid, wanted: Run) -> dict[str, float]:
         virtual_pipeline_model_parallel_size=2 if grid.virtual else None,
         context_parallel_size=grid.p * grid.r,
         hierarchical_context_parallel_sizes=[grid.p, grid.r],
+        create_gloo_process_groups=False,  # second copies of the groups, for checkpoints; they cost seconds
     )
     model_parallel_cuda_manual_seed(5)
     models = _models(grid, upipe=True)
@@ -169,6 +170,7 @@ def _train(grid: Grid, models: list, distributed_optimizer: bool, overlap: bool,
             overlap_param_gather=ddp.overlap_param_gather,
         ),
         wrapped,
+        use_gloo_process_groups=False,
     )
     gradients: dict[str, torch.Tensor | None] = {}
     norms = []
