@@ -19,6 +19,7 @@ from typing import Any
 PRELOAD = ["torch", "megatron.core.parallel_state", "megatron.core.models.gpt.gpt_model", "megatron_upipe", "workers"]
 GLOO_TIMEOUT = timedelta(seconds=60)
 CASE_TIMEOUT_S = 240
+CASES_BEFORE_RENEWAL = 40  # gloo leaves a few threads behind with each destroyed world; hundreds slow everything down
 
 
 class WorkerFailure(AssertionError):
@@ -69,8 +70,12 @@ class WorkerPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[tuple[Any, Any]] = []
+        self._cases = 0
 
     def run(self, world: int, case: Callable, *args: Any) -> list[Any]:
+        self._cases += 1
+        if self._cases % CASES_BEFORE_RENEWAL == 0:
+            self.close()
         while len(self._workers) < world:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
