@@ -11,8 +11,8 @@ import json
 import torch
 import torch.distributed as dist
 
-from megatron_upipe.attention.core import AttentionPlan, AttentionWeights, Elementwise
 from megatron_upipe.attention.function import AttentionCall, UPipeAttentionFunction
+from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.context.layout import SequenceLayout

@@ -9,71 +9,29 @@ Source: arXiv 2602.21196; the schedule of heads is in ``schedule.py``, the lette
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_upipe.attention.gradients import InputGradient, WeightGradient
 from megatron_upipe.attention.heads import key_value_rows, projection_columns, query_heads, query_rows
-from megatron_upipe.attention.schedule import HeadSchedule, Stage
+from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
+from megatron_upipe.attention.projections import (
+    GATE,
+    exchange_keys_values,
+    gated_output,
+    project_keys_values,
+    project_queries,
+)
+from megatron_upipe.attention.schedule import Stage
 from megatron_upipe.context.exchange import to_heads, to_sequence
-from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.context.merge import accumulation_dtype
 from megatron_upipe.context.ring import ring_backward, ring_forward
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.memory.keep_store import KeptAttention
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """What does not change from call to call."""
-
-    schedule: HeadSchedule
-    groups: ContextGroups
-    kernel: Kernel
-    head_dim: int
-    scale: float
-    causal: bool
-    output_gate: bool = False
-    fuse_weight_gradients: bool = False
-
-    def describe(self) -> str:
-        """One line for the log: heads, stages, U, P, R, kernel."""
-        s = self.schedule
-        return (
-            f"{s.query_heads} query and {s.kv_heads} KV heads of size {self.head_dim} per tensor-parallel rank, "
-            f"{len(s.stages)} stages of U = {s.heads_per_stage} heads, P = {s.ulysses_size} (Ulysses) x "
-            f"R = {self.groups.layout.ring_size} (ring), kernel {self.kernel.name}"
-        )
-
-
-class AttentionWeights(NamedTuple):
-    """Megatron's parameters of this tensor-parallel rank; with output gates 2g stands for g."""
-
-    qkv: Tensor  # [K*(g+2)*d, hidden]
-    qkv_bias: Tensor | None  # [K*(g+2)*d]
-    proj: Tensor  # [hidden, H*d]
-
-
-@dataclass(frozen=True)
-class Elementwise:
-    """Norm and RoPE of one call, [s, b, n, d] -> the same shape, on this rank's tokens.
-
-    ``parameters`` are the norms' weights and biases, whose gradients are wanted in that order; both functions take
-    others in their place as a second argument (None: their own). ``linear``: the functions are linear (RoPE alone), so
-    that their backward does not need the input.
-    """
-
-    query: Callable[[Tensor, Sequence[Tensor] | None], Tensor]
-    key: Callable[[Tensor, Sequence[Tensor] | None], Tensor]
-    parameters: tuple[Tensor, ...] = ()
-    linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,15 +73,15 @@ def attention_forward(
     lse = []
     for stage in schedule.stages:
         if stage.begins_block:
-            key, value = _project_keys_values(x, weights, stage.block, plan)
-            kv = _exchange_keys_values(elementwise.key(key, None), value, plan)
-        q = to_heads(elementwise.query(_project_queries(x, weights, stage, plan), None), plan.groups.ulysses)
+            key, value = project_keys_values(x, weights, stage.block, plan)
+            kv = exchange_keys_values(elementwise.key(key, None), value, plan)
+        q = to_heads(elementwise.query(project_queries(x, weights, stage, plan), None), plan.groups.ulysses)
         stage_out, stage_lse = ring_forward(plan.kernel, q, kv, plan.causal, plan.scale, plan.groups.ring)
         view = query_heads(out, schedule, stage, axis=2)
         view.copy_(to_sequence(stage_out, plan.groups.ulysses).view(view.shape))
         if plan.output_gate:
-            gate = _project_queries(x, weights, stage, plan, part=_GATE)
-            query_heads(gated, schedule, stage, axis=2).copy_(_gated(view, gate.view(view.shape)))
+            gate = project_queries(x, weights, stage, plan, part=GATE)
+            query_heads(gated, schedule, stage, axis=2).copy_(gated_output(view, gate.view(view.shape)))
         lse.append(stage_lse)
     return KeptAttention(out.flatten(2), tuple(lse)), gated.flatten(2)
 
@@ -175,14 +133,14 @@ class _Backward:
         self.pending: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
 
     def begin_block(self, block: int) -> None:
-        key, value = _project_keys_values(self.x, self.weights, block, self.plan)
-        self.kv = _exchange_keys_values(self.elementwise.key(key, None), value, self.plan)
+        key, value = project_keys_values(self.x, self.weights, block, self.plan)
+        self.kv = exchange_keys_values(self.elementwise.key(key, None), value, self.plan)
         self.raw_key = None if self.elementwise.linear else key
         self.dk = self.dv = None
 
     def stage(self, stage: Stage, lse: Tensor) -> None:
         plan, ulysses = self.plan, self.plan.groups.ulysses
-        raw = _project_queries(self.x, self.weights, stage, plan)
+        raw = project_queries(self.x, self.weights, stage, plan)
         q = to_heads(self.elementwise.query(raw, None), ulysses)
         shape = raw.shape
         if self.elementwise.linear:
@@ -269,12 +227,12 @@ class _Backward:
 
     def _through_gate(self, stage: Stage, out: Tensor, columns: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The gated output again, and the gradient of ``out``; that of the gates waits for its GEMM."""
-        gate = _project_queries(self.x, self.weights, stage, self.plan, part=_GATE).requires_grad_()
+        gate = project_queries(self.x, self.weights, stage, self.plan, part=GATE).requires_grad_()
         out = out.detach().requires_grad_()
         with torch.enable_grad():
-            gated = _gated(out, gate)
+            gated = gated_output(out, gate)
         dout, dgate = torch.autograd.grad(gated, (out, gate), self._dprojected(columns, out.shape))
-        rows = partial(query_rows, schedule=self.plan.schedule, stage=stage, head_dim=self.plan.head_dim, part=_GATE)
+        rows = partial(query_rows, schedule=self.plan.schedule, stage=stage, head_dim=self.plan.head_dim, part=GATE)
         self.pending.append((dgate.flatten(2), rows))
         return gated.detach(), dout
 
@@ -295,52 +253,9 @@ class _Backward:
         self.pending.clear()
 
 
-_GATE = 1  # which part of linear_qkv's query rows the output gates are
-
-
-def _gated(out: Tensor, gate: Tensor) -> Tensor:
-    """Megatron's output gate: the sigmoid is taken in fp32."""
-    return (out * torch.sigmoid(gate.float())).to(out.dtype)
-
-
 def _flat(tensor: Tensor) -> Tensor:
     """[s, b, n] -> [s*b, n]."""
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _project(x: Tensor, weights: AttentionWeights, rows: Callable[[Tensor], Tensor]) -> Tensor:
-    """[s, b, hidden] -> [s, b, number of rows]; the rows are gathered into a small copy."""
-    weight = rows(weights.qkv).reshape(-1, x.shape[-1])
-    bias = None if weights.qkv_bias is None else rows(weights.qkv_bias).reshape(-1)
-    return F.linear(x, weight, bias)
-
-
-def _project_queries(x: Tensor, weights: AttentionWeights, stage: Stage, plan: AttentionPlan, part: int = 0) -> Tensor:
-    """Queries of the stage, or its output gates: [s, b, U, d], heads rank-major."""
-    rows = partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim, part=part)
-    return _project(x, weights, rows).unflatten(2, (plan.schedule.heads_per_stage, plan.head_dim))
-
-
-def _project_keys_values(
-    x: Tensor, weights: AttentionWeights, block: int, plan: AttentionPlan
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of the block, each [s, b, P/copies * c, d], heads rank-major."""
-    rows = partial(key_value_rows, schedule=plan.schedule, block=block, head_dim=plan.head_dim)
-    kv = _project(x, weights, rows).unflatten(2, (-1, 2, plan.schedule.kv_per_rank, plan.head_dim))
-    key, value = kv.unbind(3)
-    return key.flatten(2, 3), value.flatten(2, 3)
-
-
-def _exchange_keys_values(key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-    """K and V [s, b, P/copies * c, d] -> those of this rank [b, 2c, L, d], keys before values, in one exchange.
-
-    A KV head that several ranks attend is sent to each of them.
-    """
-    by_rank = (2, (-1, plan.schedule.kv_per_rank))
-    pairs = torch.stack((key.unflatten(*by_rank), value.unflatten(*by_rank)), dim=3)  # [s, b, P/copies, 2, c, d]
-    if plan.schedule.copies > 1:
-        pairs = pairs.repeat_interleave(plan.schedule.copies, dim=2)
-    return to_heads(pairs.flatten(2, 4), plan.groups.ulysses)
 
 
 def _refuse_segments(segments: None) -> None:

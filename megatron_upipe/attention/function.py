@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_upipe.attention.core import (
-    AttentionNeeds,
-    AttentionPlan,
-    AttentionWeights,
-    Elementwise,
-    attention_backward,
-    attention_forward,
-)
+from megatron_upipe.attention.core import AttentionNeeds, attention_backward, attention_forward
+from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
 from megatron_upipe.memory.keep_store import KeptAttention
 
 

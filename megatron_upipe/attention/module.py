@@ -23,8 +23,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_upipe.attention.core import AttentionPlan, AttentionWeights, Elementwise
 from megatron_upipe.attention.function import AttentionCall, UPipeAttentionFunction
+from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
 from megatron_upipe.attention.rotary import exact_angles
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.config import UPipeConfig, check_model, check_parallelism

@@ -9,6 +9,7 @@ import torch
 
 from megatron_upipe import cli
 from megatron_upipe.attention import core, module
+from megatron_upipe.attention.plan import AttentionWeights
 from megatron_upipe.context import exchange, ring
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.selftest import bandwidth, report
@@ -62,7 +63,7 @@ def _forget_copies(patch):
 
 def _read_weights_past_the_call(patch):
     def weights(self):
-        return core.AttentionWeights(self.linear_qkv.weight, self.linear_qkv.bias, self.linear_proj.weight)
+        return AttentionWeights(self.linear_qkv.weight, self.linear_qkv.bias, self.linear_proj.weight)
 
     patch.setattr(module.UPipeSelfAttention, "_weights", weights)
 

@@ -1,0 +1,59 @@
+"""What one attention call is made of: plan, weights, elementwise functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron_upipe.attention.schedule import HeadSchedule
+from megatron_upipe.context.groups import ContextGroups
+from megatron_upipe.kernels.protocol import Kernel
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What does not change from call to call."""
+
+    schedule: HeadSchedule
+    groups: ContextGroups
+    kernel: Kernel
+    head_dim: int
+    scale: float
+    causal: bool
+    output_gate: bool = False
+    fuse_weight_gradients: bool = False
+
+    def describe(self) -> str:
+        """One line for the log: heads, stages, U, P, R, kernel."""
+        s = self.schedule
+        return (
+            f"{s.query_heads} query and {s.kv_heads} KV heads of size {self.head_dim} per tensor-parallel rank, "
+            f"{len(s.stages)} stages of U = {s.heads_per_stage} heads, P = {s.ulysses_size} (Ulysses) x "
+            f"R = {self.groups.layout.ring_size} (ring), kernel {self.kernel.name}"
+        )
+
+
+class AttentionWeights(NamedTuple):
+    """Megatron's parameters of this tensor-parallel rank; with output gates 2g stands for g."""
+
+    qkv: Tensor  # [K*(g+2)*d, hidden]
+    qkv_bias: Tensor | None  # [K*(g+2)*d]
+    proj: Tensor  # [hidden, H*d]
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """Norm and RoPE of one call, [s, b, n, d] -> the same shape, on this rank's tokens.
+
+    ``parameters`` are the norms' weights and biases, whose gradients are wanted in that order; both functions take
+    others in their place as a second argument (None: their own). ``linear``: the functions are linear (RoPE alone), so
+    that their backward does not need the input.
+    """
+
+    query: Callable[[Tensor, Sequence[Tensor] | None], Tensor]
+    key: Callable[[Tensor, Sequence[Tensor] | None], Tensor]
+    parameters: tuple[Tensor, ...] = ()
+    linear: bool = False

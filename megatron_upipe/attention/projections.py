@@ -1,0 +1,55 @@
+"""Projections of a stage from this rank's tokens, and the exchange of a block's keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_upipe.attention.heads import key_value_rows, query_rows
+from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights
+from megatron_upipe.attention.schedule import Stage
+from megatron_upipe.context.exchange import to_heads
+
+GATE = 1  # which part of linear_qkv's query rows the output gates are
+
+
+def gated_output(out: Tensor, gate: Tensor) -> Tensor:
+    """Megatron's output gate: the sigmoid is taken in fp32."""
+    return (out * torch.sigmoid(gate.float())).to(out.dtype)
+
+
+def _project(x: Tensor, weights: AttentionWeights, rows: Callable[[Tensor], Tensor]) -> Tensor:
+    """[s, b, hidden] -> [s, b, number of rows]; the rows are gathered into a small copy."""
+    weight = rows(weights.qkv).reshape(-1, x.shape[-1])
+    bias = None if weights.qkv_bias is None else rows(weights.qkv_bias).reshape(-1)
+    return F.linear(x, weight, bias)
+
+
+def project_queries(x: Tensor, weights: AttentionWeights, stage: Stage, plan: AttentionPlan, part: int = 0) -> Tensor:
+    """Queries of the stage, or its output gates: [s, b, U, d], heads rank-major."""
+    rows = partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim, part=part)
+    return _project(x, weights, rows).unflatten(2, (plan.schedule.heads_per_stage, plan.head_dim))
+
+
+def project_keys_values(x: Tensor, weights: AttentionWeights, block: int, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+    """Keys and values of the block, each [s, b, P/copies * c, d], heads rank-major."""
+    rows = partial(key_value_rows, schedule=plan.schedule, block=block, head_dim=plan.head_dim)
+    kv = _project(x, weights, rows).unflatten(2, (-1, 2, plan.schedule.kv_per_rank, plan.head_dim))
+    key, value = kv.unbind(3)
+    return key.flatten(2, 3), value.flatten(2, 3)
+
+
+def exchange_keys_values(key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+    """K and V [s, b, P/copies * c, d] -> those of this rank [b, 2c, L, d], keys before values, in one exchange.
+
+    A KV head that several ranks attend is sent to each of them.
+    """
+    by_rank = (2, (-1, plan.schedule.kv_per_rank))
+    pairs = torch.stack((key.unflatten(*by_rank), value.unflatten(*by_rank)), dim=3)  # [s, b, P/copies, 2, c, d]
+    if plan.schedule.copies > 1:
+        pairs = pairs.repeat_interleave(plan.schedule.copies, dim=2)
+    return to_heads(pairs.flatten(2, 4), plan.groups.ulysses)
