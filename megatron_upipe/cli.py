@@ -41,9 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     launch.add_arguments(selftest_parser)
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     try:
-        return launch.main(args) if args.command == "selftest" else _print_info(args.json)
+        return launch.main(args, argv) if args.command == "selftest" else _print_info(args.json)
     except UPipeError as error:
         print(f"megatron-upipe: error: {error}", file=sys.stderr)
         return 2

@@ -74,6 +74,9 @@ _MODEL = (
     _Refusal("log_max_attention_logit", bool, "--log-max-attention-logit", "leave it out"),
     _Refusal("cp_comm_type", lambda v: v not in ("p2p", ["p2p"]), "--cp-comm-type", "leave it out, UPipe has its own"),
     _Refusal("mrope_section", bool, "--mrope-section", "leave it out"),
+    _Refusal("cuda_graph_impl", lambda v: v != "none", "--cuda-graph-impl", "leave it out"),
+    _Refusal("delay_wgrad_compute", bool, "--delay-wgrad-compute", "leave it out"),
+    _Refusal("overlap_moe_expert_parallel_comm", bool, "--overlap-moe-expert-parallel-comm", "leave it out"),
     _Refusal("fp8", bool, "--fp8-format", "leave it out"),
     _Refusal("fp4", bool, "--fp4-format", "leave it out"),
     _Refusal("cpu_offloading", bool, "--cpu-offloading-num-layers", "leave it out"),
@@ -92,6 +95,12 @@ _TRAINING = (
     _Refusal("dataloader_inter_document_masking", bool, "--dataloader-inter-document-masking", "leave it out"),
     _Refusal("reset_attention_mask", bool, "--reset-attention-mask", "leave it out"),
     _Refusal("reset_position_ids", bool, "--reset-position-ids", "leave it out"),
+    _Refusal(
+        "megatron_fsdp_enable_fine_grained_param_gather",
+        bool,
+        "--megatron-fsdp-enable-fine-grained-param-gather",
+        "leave it out",
+    ),
     _Refusal("use_torch_fsdp2", bool, "--use-torch-fsdp2", "use --use-megatron-fsdp or --use-distributed-optimizer"),
 )
 

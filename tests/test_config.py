@@ -37,6 +37,7 @@ BAD = [
     ("softmax_type", "off-by-one", "--softmax-type off-by-one"),
     ("hybrid_context_parallel", True, "--hybrid-context-parallel is not"),
     ("dynamic_context_parallel", True, "--dynamic-context-parallel is not"),
+    ("cuda_graph_impl", "local", "--cuda-graph-impl local is not"),
     ("fp8", "hybrid", "--fp8-format hybrid is not"),
     ("cp_comm_type", ["a2a"], "--cp-comm-type a2a is not .*; leave it out, UPipe has its own"),
     (
@@ -48,6 +49,7 @@ BAD = [
     ("dataloader_inter_document_masking", True, "--dataloader-inter-document-masking is not"),
     ("reset_attention_mask", True, "--reset-attention-mask is not"),
     ("reset_position_ids", True, "--reset-position-ids is not"),
+    ("megatron_fsdp_enable_fine_grained_param_gather", True, "--megatron-fsdp-enable-fine-grained-param-gather is not"),
     ("use_torch_fsdp2", True, "--use-torch-fsdp2 is not .*; use --use-megatron-fsdp or"),
 ]
 
@@ -64,7 +66,7 @@ def test_refuses(attribute, value, message):
 
 def test_takes_what_is_legal():
     check_model(settings(), training=True)
-    check_model(settings(position_embedding_type="none", cp_comm_type=["p2p"]), training=True)
+    check_model(settings(position_embedding_type="none", cp_comm_type=["p2p"], cuda_graph_impl="none"), training=True)
     check_model(settings(position_embedding_type="yarn", attention_output_gate=True), training=True)
     check_model(SimpleNamespace())  # attributes of other Megatron versions may be missing
     check_model(settings(recompute_granularity="selective", recompute_modules=["mlp", "layernorm"]))

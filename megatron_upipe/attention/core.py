@@ -75,6 +75,7 @@ def attention_forward(
         if stage.begins_block:
             key, value = project_keys_values(x, weights, stage.block, plan)
             kv = exchange_keys_values(elementwise.key(key, None), value, plan)
+            del key, value
         q = to_heads(elementwise.query(project_queries(x, weights, stage, plan), None), plan.groups.ulysses)
         stage_out, stage_lse = ring_forward(plan.kernel, q, kv, plan.causal, plan.scale, plan.groups.ring)
         view = query_heads(out, schedule, stage, axis=2)
@@ -83,6 +84,9 @@ def attention_forward(
             gate = project_queries(x, weights, stage, plan, part=GATE)
             query_heads(gated, schedule, stage, axis=2).copy_(gated_output(view, gate.view(view.shape)))
         lse.append(stage_lse)
+        del q, stage_out
+        if stage.ends_block:
+            del kv
     return KeptAttention(out.flatten(2), tuple(lse)), gated.flatten(2)
 
 

@@ -26,7 +26,7 @@ class AttentionCall:
     ``weights`` asks the modules for the parameters; ``project`` is Megatron's ``linear_proj`` on [s, b, H*d], with its
     sum over the tensor-parallel group. ``gather`` makes an activation whole along the sequence under sequence
     parallelism, ``reduce_input`` sums a gradient of x over the tensor-parallel group (and shards it again), ``gather``
-    also serves dy. All three are collective over the tensor-parallel group, identities where there is none.
+    also serves dy. These three are collective over the tensor-parallel group, identities where there is none.
     """
 
     plan: AttentionPlan

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from megatron_upipe.config import (
@@ -24,8 +28,33 @@ UPIPE_FLAGS = {"upipe_heads_per_stage": "--upipe-heads-per-stage", "upipe_rope":
 
 
 def wants_upipe(args: Namespace) -> bool:
-    """Whether ``--spec`` names one of this package's specs."""
-    return bool(args.spec) and args.spec[0].startswith("megatron_upipe")
+    """Whether ``--spec`` leads to UPipe attention: this package's specs, or one made by ``with_upipe`` elsewhere.
+
+    A function that makes a spec counts if its module uses this package.
+    """
+    if not args.spec or len(args.spec) != 2:
+        return False
+    module = sys.modules.get(args.spec[0]) or importlib.import_module(args.spec[0])
+    spec = vars(module).get(args.spec[1])
+    if inspect.isfunction(spec):
+        return any(_is_ours(value) for value in vars(module).values())
+    return _has_upipe(spec)
+
+
+def _is_ours(value: Any) -> bool:
+    name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+    return isinstance(name, str) and (name + ".").startswith("megatron_upipe.")
+
+
+def _has_upipe(spec: Any) -> bool:
+    """Whether a class of this package stands anywhere in a spec."""
+    if isinstance(spec, type):
+        return _is_ours(spec)
+    if isinstance(spec, (list, tuple)):
+        return any(map(_has_upipe, spec))
+    if is_dataclass(spec):
+        return any(_has_upipe(getattr(spec, f.name)) for f in fields(spec))
+    return False
 
 
 def check_upipe(args: Namespace) -> None:

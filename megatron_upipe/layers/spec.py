@@ -56,7 +56,11 @@ def _(spec: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
     kind = attention.module if isinstance(attention, ModuleSpec) else attention
     if kind is UPipeSelfAttention:
         return spec
-    if kind is not SelfAttention:
+    cross = spec.cross_attention
+    if cross is not IdentityOp:
+        name = getattr(getattr(cross, "module", cross), "__name__", str(cross))
+        raise UPipeError(f"{name} as cross-attention is not supported by UPipe; use decoder layers without it")
+    if kind is not SelfAttention or not isinstance(attention, ModuleSpec):
         name = getattr(kind, "__name__", str(kind))
         raise UPipeError(f"{name} is not supported by UPipe; use Megatron's SelfAttention (multi-head or grouped)")
     linears = {"linear_qkv": UPipeColumnParallelLinear, "linear_proj": UPipeRowParallelLinear}

@@ -64,6 +64,8 @@ FSDP = [
     *("--megatron-fsdp-main-grads-dtype", "fp32"),
 ]
 FSDP_LAYOUTS = {
+    "data parallel alone": (2, UPIPE),
+    "TP 2 x context 2": (4, [*CP2, "--tensor-model-parallel-size", "2"]),
     "2 ranks": (2, CP2),
     "2 ranks, overlapped": (2, [*CP2, "--overlap-grad-reduce", "--overlap-param-gather"]),
     "context 2 x data 2": (4, CP2),
@@ -92,7 +94,7 @@ def test_stock_checkpoint_trains_on_under_upipe(folder, stock):
     (folder / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("2")
     # parallelism changes, so the saved random state of one rank is left out
     found = train(folder, "continued", 4, *USP, "--load", str(folder / "checkpoint"), "--no-load-rng")
-    assert {"lm loss 3", "lm loss 4", "grad norm 4", "test lm loss 4"} <= set(found) and "lm loss 2" not in found
+    assert {"lm loss 3", "lm loss 5", "grad norm 5", "test lm loss 5"} <= set(found) and "lm loss 2" not in found
     assert_close(found, stock)
 
 
@@ -106,7 +108,7 @@ def test_upipe_checkpoint_trains_on_under_stock_and_resumes_bit_for_bit(folder, 
     assert_close(train(folder, "back", 2, *tensor_parallel, "--load", str(saved)), stock)
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = train(folder, "resumed", 2, *CP2, *reshardable, "--load", str(saved))
-    assert {"lm loss 3", "grad norm 4", "test lm loss 4"} <= set(resumed) and "lm loss 2" not in resumed
+    assert {"lm loss 3", "grad norm 5", "test lm loss 5"} <= set(resumed) and "lm loss 2" not in resumed
     assert resumed == {key: straight[key] for key in resumed}
 
 
@@ -164,6 +166,25 @@ def test_a_run_without_upipe_layers_stops(folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(folder))
     message = _refused("--spec", "megatron_upipe_other", "spec")
     assert "2 of 2 attention layers are not UPipe, the first" in message and "(SelfAttention)" in message
+
+
+MY_SPECS = """
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron_upipe.layer_specs import with_upipe
+layer = with_upipe(get_gpt_layer_local_spec(normalization="RMSNorm"))
+def made(config):
+    return layer
+"""
+
+
+@pytest.mark.parametrize("name", ["layer", "made"])
+def test_a_spec_of_the_users_own(folder, stock, monkeypatch, name):
+    """Flags, checks and settings reach a spec made by with_upipe in another module."""
+    (folder / "my_specs.py").write_text(MY_SPECS)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    mine = ["--spec", "my_specs", name, "--context-parallel-size", "2", "--upipe-heads-per-stage", "4"]
+    assert_close(train(folder, f"own {name}", 2, *mine), stock)
+    assert "--reset-position-ids is not supported by UPipe" in _refused(*mine, "--reset-position-ids")
 
 
 def test_import_error_in_the_spec_module_is_loud(folder, monkeypatch):

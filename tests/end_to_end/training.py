@@ -15,7 +15,7 @@ MODEL = shlex.split(
 )
 TRAINING = shlex.split(
     """--mock-data --tokenizer-type NullTokenizer --vocab-size 256 --micro-batch-size 2 --global-batch-size 4
-    --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-decay-iters 8 --train-iters 4 --eval-interval 4
+    --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-decay-iters 8 --train-iters 5 --eval-interval 5
     --eval-iters 1 --log-interval 1"""
 )
 
@@ -38,7 +38,7 @@ def launch(ranks: int, *flags: str, script: str | None = None, timeout: int = 30
 def train(
     folder: Path, name: str, ranks: int, *flags: str, script: str | None = None, distributed_optimizer: bool = True
 ) -> dict[str, float]:
-    """Trains the small model; ``{"lm loss 1": ..., "grad norm 1": ..., "validation lm loss 4": ...}``."""
+    """Trains the small model; ``{"lm loss 1": ..., "grad norm 1": ..., "validation lm loss 5": ...}``."""
     if distributed_optimizer:
         flags = (*flags, "--use-distributed-optimizer")
     metrics = folder / f"{name}.jsonl"

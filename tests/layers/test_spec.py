@@ -97,6 +97,12 @@ def test_refuses_what_is_no_plain_attention():
         with_upipe("spec")
     with pytest.raises(UPipeError, match="needs a spec with submodules"):
         with_upipe(ModuleSpec(module=TransformerLayer))
+    crossed = replace(get_gpt_layer_local_spec().submodules, cross_attention=SelfAttention)
+    with pytest.raises(UPipeError, match="SelfAttention as cross-attention is not supported"):
+        with_upipe(crossed)
+    bare = replace(get_gpt_layer_local_spec().submodules, self_attention=SelfAttention)
+    with pytest.raises(UPipeError, match="SelfAttention is not supported"):
+        with_upipe(bare)
     normless = replace(get_gpt_layer_local_spec().submodules, input_layernorm=IdentityOp)
     with pytest.raises(UPipeError, match="the spec has no input norm"):
         with_upipe(normless)

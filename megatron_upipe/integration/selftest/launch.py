@@ -24,34 +24,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="llama3-8b", help="head counts of a model")
     parser.add_argument("--heads", type=int, help="query heads, instead of the model's")
     parser.add_argument("--kv-heads", type=int, help="KV heads, instead of the model's")
-    parser.add_argument("--head-dim", type=int, default=16, help="head size of the comparison (default 16)")
+    parser.add_argument("--head-dim", type=int, help="head size, instead of the model's")
     parser.add_argument("--cpu-ranks", type=int, metavar="N", help="start N CPU ranks here; not under torchrun")
     parser.add_argument("--mebibytes", type=int, default=8, help="tensor size of the bandwidth measurement (default 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Exit status. Raises UPipeError for what cannot be tested."""
-    heads, kv_heads, _ = MODELS[args.model]
-    heads, kv_heads = args.heads or heads, args.kv_heads or kv_heads
+def main(args: argparse.Namespace, argv: list[str]) -> int:
+    """Exit status; ``argv`` is the command line that ``args`` came from. Raises UPipeError for impossible requests."""
+    given = (args.heads, args.kv_heads, args.head_dim)
+    heads, kv_heads, head_dim = (m if g is None else g for g, m in zip(given, MODELS[args.model], strict=True))
+    for flag, value in (
+        ("heads", heads),
+        ("kv-heads", kv_heads),
+        ("head-dim", head_dim),
+        ("mebibytes", args.mebibytes),
+    ):
+        if value < 1 or (flag == "head-dim" and value % 2):
+            raise UPipeError(f"--{flag} {value} is not possible; give a positive number, for --head-dim an even one")
     under_torchrun = "LOCAL_RANK" in os.environ
     if args.cpu_ranks is None and not under_torchrun:
         raise UPipeError("selftest needs ranks: run it under torchrun, or pass --cpu-ranks 4")
     if args.cpu_ranks is not None and not under_torchrun:
         trials(heads, kv_heads, args.cpu_ranks)  # refuse before anything starts
-        return _start_cpu_ranks(args.cpu_ranks)
-    return _run_rank(args, heads, kv_heads)
+        return _start_cpu_ranks(args.cpu_ranks, argv)
+    return _run_rank(args, heads, kv_heads, head_dim)
 
 
-def _start_cpu_ranks(ranks: int) -> int:
+def _start_cpu_ranks(ranks: int, argv: list[str]) -> int:
     """The same command line under torchrun on this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([*command, "-m", "megatron_upipe.cli", *sys.argv[1:]], env=environment, check=False)
+    done = subprocess.run([*command, "-m", "megatron_upipe.cli", *argv], env=environment, check=False)
     return 0 if done.returncode == 0 else 1
 
 
-def _run_rank(args: argparse.Namespace, heads: int, kv_heads: int) -> int:
+def _run_rank(args: argparse.Namespace, heads: int, kv_heads: int, head_dim: int) -> int:
     import torch
     import torch.distributed as dist
 
@@ -65,9 +73,8 @@ def _run_rank(args: argparse.Namespace, heads: int, kv_heads: int) -> int:
     from megatron_upipe.integration.selftest import report
 
     report.initialize_world("cpu" if on_cpu else "cuda")
-    result = report.run(
-        trials(heads, kv_heads, dist.get_world_size()), heads, kv_heads, args.head_dim, args.mebibytes, not args.json
-    )
+    plan = trials(heads, kv_heads, dist.get_world_size())
+    result = report.run(plan, heads, kv_heads, head_dim, args.mebibytes, progress=not args.json)
     if dist.get_rank() == 0:
         print(json.dumps(result.json()) if args.json else result.table(), flush=True)
     dist.barrier()

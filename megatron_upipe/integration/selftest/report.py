@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_upipe.context.groups import context_groups
+from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.selftest import bandwidth, parity
 from megatron_upipe.integration.selftest.shapes import Trial
+from megatron_upipe.integration.versions import megatron_core_version
 
 NOTHING = (float("nan"), float("nan"))
 
@@ -53,20 +57,23 @@ class Report:
             numbers = "".join(f"{pair:>18}" for pair in pairs)
             lines.append(f"{row.name:32}{numbers}  {'ok' if row.good else 'FAILED ' + row.problem}")
         for name, speeds in self.bandwidth.items():
-            lines.append(f"{name:32}" + ", ".join(f"{kind} {speed:.2f} GB/s" for kind, speed in speeds.items()))
+            slowest = ", ".join(f"{kind} {speed:.2f} GB/s" for kind, speed in speeds.items())
+            lines.append(f"{name:32}{slowest} (slowest rank)")
         lines.append(f"{sum(row.good for row in self.rows)} of {len(self.rows)} passed on {self.world} x {self.device}")
         return "\n".join(lines)
 
 
 def run(trials: list[Trial], heads: int, kv_heads: int, head_dim: int, mebibytes: int, progress: bool) -> Report:
     """All trials, one after the other; collective over the world, which must have been initialised without groups."""
+    _check_same_plan(trials, heads, kv_heads, head_dim)
+    alone = parity.groups_of_one()
     report = Report(dist.get_world_size(), parity.device().type)
     for index, trial in enumerate(trials, start=1):
         if progress and dist.get_rank() == 0:
             print(f"\r{index} of {len(trials)}: {trial.name():40}", end="", file=sys.stderr, flush=True)
         parity.initialize(trial.p, trial.r, trial.tp)
         with redirect_stdout(io.StringIO()):  # the table says what the modules' plan lines would
-            report.rows.append(_try(trial, heads, kv_heads, head_dim))
+            report.rows.append(_try(trial, heads, kv_heads, head_dim, alone))
         layout = f"P {trial.p} x R {trial.r}"
         if trial.tp == 1 and layout not in report.bandwidth:
             groups = context_groups(
@@ -74,14 +81,15 @@ def run(trials: list[Trial], heads: int, kv_heads: int, head_dim: int, mebibytes
                 parallel_state.get_hierarchical_context_parallel_groups(),
                 [trial.p, trial.r],
             )
-            report.bandwidth[layout] = bandwidth.measure(groups, parity.device(), mebibytes)
+            speeds = _gather(bandwidth.measure(groups, parity.device(), mebibytes))
+            report.bandwidth[layout] = {kind: min(speed[kind] for speed in speeds) for kind in speeds[0]}
         parallel_state.destroy_model_parallel()
     if progress and dist.get_rank() == 0:
         print("\r" + " " * 60, end="\r", file=sys.stderr)
     return report
 
 
-def _try(trial: Trial, heads: int, kv_heads: int, head_dim: int) -> Row:
+def _try(trial: Trial, heads: int, kv_heads: int, head_dim: int, alone: dist.ProcessGroup) -> Row:
     """One trial; its verdict is the same on all ranks. Collective."""
     case = parity.Case(
         heads=heads,
@@ -94,7 +102,7 @@ def _try(trial: Trial, heads: int, kv_heads: int, head_dim: int) -> Row:
         # the few gradients of a norm are sums that cancel: their bf16 error on so few tokens is chance
         config=dict(qk_layernorm=trial.precision == "fp64", add_qkv_bias=True),
     )
-    groups = parity.single_rank_groups()
+    groups = parity.single_rank_groups(alone)
     row = Row(trial.name())
     if trial.precision == "bf16":
         pairs = parity.compare_low_precision(case, trial.p, trial.r, groups)
@@ -102,18 +110,35 @@ def _try(trial: Trial, heads: int, kv_heads: int, head_dim: int) -> Row:
     else:
         errors = parity.compare(case, trial.p, trial.r, groups, trial.tp, trial.sequence_parallel)
         found = {name: (error, parity.TOLERANCE) for name, error in errors.items()}
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (found, case, trial))
-    if any(other[1:] != everyone[0][1:] for other in everyone):
-        row.problem = "the ranks planned different work"
-        return row
-    worst = {name: max((other[0][name] for other in everyone), key=lambda pair: pair[0]) for name in found}
-    weights = [pair for name, pair in worst.items() if name not in ("output", "dx")]
+    # each rank is judged by its own limit; NaN counts as infinite
+    found = {name: (math.inf if math.isnan(error) else error, allowed) for name, (error, allowed) in found.items()}
+    everyone = _gather(found)
+    worst = {name: max((other[name] for other in everyone), key=_of_limit) for name in found}
     row.output, row.dx = worst["output"], worst["dx"]
-    row.dw = max(weights, key=lambda pair: pair[0] / pair[1])
-    bad = [name for name, (error, allowed) in worst.items() if not error <= allowed]
+    row.dw = max((pair for name, pair in worst.items() if name not in ("output", "dx")), key=_of_limit)
+    bad = [name for name, pair in worst.items() if not _of_limit(pair) <= 1]
     row.good, row.problem = not bad, ", ".join(bad)
     return row
+
+
+def _of_limit(pair: tuple[float, float]) -> float:
+    return pair[0] / pair[1]
+
+
+def _gather(mine: Any) -> list:
+    """Every rank's object. Collective over the world."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _check_same_plan(trials: list[Trial], heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raises UPipeError unless all ranks would do the same work with the same software. Collective over the world."""
+    mine = (trials, heads, kv_heads, head_dim, torch.__version__, str(megatron_core_version()), parity.device().type)
+    for rank, theirs in enumerate(_gather(mine)):
+        if theirs != mine:
+            different = next(b for a, b in zip(mine, theirs, strict=True) if a != b)
+            raise UPipeError(f"rank {rank} plans other work than rank {dist.get_rank()}: {str(different)[:200]}")
 
 
 def initialize_world(device_type: str) -> None:

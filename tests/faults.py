@@ -1,0 +1,92 @@
+"""Planted faults: what must not go unnoticed, by the unit tests and by the selftest."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from megatron_upipe.attention import core, module
+from megatron_upipe.attention.plan import AttentionWeights
+from megatron_upipe.context import exchange, ring
+
+
+class Fault(NamedTuple):
+    """``plant(monkeypatch)``, and a layout with 8 query and 2 KV heads in which it shows."""
+
+    plant: Callable
+    tp: int
+    p: int
+    r: int
+    heads_per_stage: int
+    shows_in: str
+
+
+def _swap_heads(patch):
+    """What comes back from the exchange goes to the neighbouring head."""
+    patch.setattr(core, "to_sequence", lambda t, group: exchange.to_sequence(t, group).roll(1, dims=2))
+
+
+def _forget_zigzag(patch):
+    """Backs are taken in rising instead of falling order of the rank."""
+
+    def to_heads(shard, group):
+        p = 1 if group is None else group.size()
+        s, b, n, d = shard.shape
+        received = exchange._all_to_all(shard.view(s, b, p, n // p, d).permute(2, 0, 1, 3, 4), group)
+        both = received.view(p, 2, s // 2, b, n // p, d).permute(3, 4, 1, 0, 2, 5)
+        return both.reshape(b, n // p, p * s, d)
+
+    patch.setattr(core, "to_heads", to_heads)
+
+
+def _drop_ring_step(patch):
+    """Every second merge of a ring step is left out."""
+    original, calls = ring.merge_, []
+
+    def merge_(*args):
+        calls.append(1)
+        if len(calls) % 2:
+            original(*args)
+
+    patch.setattr(ring, "merge_", merge_)
+
+
+def _forget_to_sum_copies(patch):
+    """dK and dV of a KV head that several ranks attend are taken from the first only."""
+    original = torch.Tensor.sum
+
+    def first(self, dim=None, keepdim=False, dtype=None):
+        if dim == 3 and keepdim:
+            return self[:, :, :, :1].to(dtype)
+        return original(self) if dim is None else original(self, dim, keepdim=keepdim, dtype=dtype)
+
+    patch.setattr(torch.Tensor, "sum", first)
+
+
+def _read_weights_past_the_call(patch):
+    """As if no hook had to gather them."""
+
+    def weights(self):
+        return AttentionWeights(self.linear_qkv.weight, self.linear_qkv.bias, self.linear_proj.weight)
+
+    patch.setattr(module.UPipeSelfAttention, "_weights", weights)
+
+
+def _forget_sequence_parallel_reduce(patch):
+    """dx is cut into shards without the sum over the tensor-parallel group."""
+
+    def cut(self, gradient):
+        tp = self.pg_collection.tp
+        return gradient.chunk(tp.size())[tp.rank()].contiguous()
+
+    patch.setattr(module.UPipeSelfAttention, "_reduce_scatter", cut)
+
+
+FAULTS = {
+    "head swap": Fault(_swap_heads, 1, 2, 2, 2, "output"),
+    "zigzag order": Fault(_forget_zigzag, 1, 2, 2, 2, "output"),
+    "dropped ring step": Fault(_drop_ring_step, 1, 1, 4, 8, "output"),
+    "unsummed dK": Fault(_forget_to_sum_copies, 1, 4, 1, 4, "linear_qkv.weight"),
+    "stale weight": Fault(_read_weights_past_the_call, 1, 2, 2, 4, "output"),
+    "missing sequence-parallel reduce": Fault(_forget_sequence_parallel_reduce, 2, 2, 1, 2, "dx"),
+}
