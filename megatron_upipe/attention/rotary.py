@@ -33,6 +33,7 @@ def inverse_frequencies(settings: RotarySettings, head_dim: int) -> Tensor:
 
 
 @lru_cache(maxsize=4)
+@torch.inference_mode(False)  # evaluation may make what training uses next
 def exact_angles(
     layout: SequenceLayout,
     rank: int,
@@ -46,19 +47,6 @@ def exact_angles(
 
     Cached and shared: not to be written to.
     """
-    with torch.inference_mode(False):  # evaluation may make what training uses next
-        return _angles(layout, rank, length, settings, head_dim, interleaved, device)
-
-
-def _angles(
-    layout: SequenceLayout,
-    rank: int,
-    length: int,
-    settings: RotarySettings,
-    head_dim: int,
-    interleaved: bool,
-    device: torch.device,
-) -> Tensor:
     positions = torch.cat([torch.arange(half.start, half.stop) for half in layout.positions(rank, length)])
     positions = positions.to(device=device, dtype=torch.float64)
     if settings.interpolation_factor is not None:
