@@ -8,6 +8,7 @@ A case is a module-level function ``case(rank, *args)``; it runs on ranks 0..wor
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -19,7 +20,7 @@ from typing import Any
 PRELOAD = ["torch", "megatron.core.parallel_state", "megatron.core.models.gpt.gpt_model", "megatron_upipe", "workers"]
 GLOO_TIMEOUT = timedelta(seconds=60)
 CASE_TIMEOUT_S = 240
-CASES_BEFORE_RENEWAL = 40  # gloo leaves a few threads behind with each destroyed world; hundreds slow everything down
+CASES_BEFORE_RENEWAL = 12  # Megatron keeps groups of destroyed worlds, with threads; hundreds slow everything down
 
 
 class WorkerFailure(AssertionError):
@@ -48,6 +49,7 @@ def _serve(connection: Any, rank: int) -> None:
             try:
                 result = case(rank, *args)
             finally:
+                gc.collect()  # models hold groups in cycles
                 _forget_groups()
             connection.send((True, result))
         except BaseException:
