@@ -214,6 +214,30 @@ def test_autograd_node(workers, dtype):
     assert workers.run(2, _node, dtype) == [True, True]
 
 
+def _unpacked(rank):
+    """How often backward asks for what forward saved: once for each tensor."""
+    module, x, table = build()
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(tuple(tensor.shape))
+        return tensor
+
+    def unpack(tensor):
+        unpacked.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y, _ = module(x.requires_grad_(), None, rotary_pos_emb=table)
+    assert len(packed) == 2 + len(module.plan.schedule.stages) and not unpacked
+    y.backward(torch.ones_like(y))
+    return packed == unpacked
+
+
+def test_saved_tensors_are_unpacked_once(workers):
+    assert workers.run(2, _unpacked) == [True, True]
+
+
 def _bitwise(rank):
     module, x, table = build()
     first = module(x, None, rotary_pos_emb=table)[0]

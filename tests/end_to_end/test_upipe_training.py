@@ -105,7 +105,16 @@ def test_upipe_checkpoint_trains_on_under_stock_and_resumes_bit_for_bit(folder, 
     assert_close(straight, stock)
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
     tensor_parallel = ["--tensor-model-parallel-size", "2", "--no-load-rng", *reshardable]
-    assert_close(train(folder, "back", 2, *tensor_parallel, "--load", str(saved)), stock)
+    second = folder / "stock checkpoint with TP 2"
+    back = train(
+        folder, "back", 2, *tensor_parallel, "--load", str(saved), "--save", str(second), "--save-interval", "3"
+    )
+    assert {"lm loss 3", "lm loss 5"} <= set(back)
+    assert_close(back, stock)
+    (second / "latest_checkpointed_iteration.txt").write_text("3")
+    again = train(folder, "again", 4, *USP, "--no-load-rng", *reshardable, "--load", str(second))
+    assert {"lm loss 4", "lm loss 5"} <= set(again) and "lm loss 3" not in again
+    assert_close(again, stock)
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = train(folder, "resumed", 2, *CP2, *reshardable, "--load", str(saved))
     assert {"lm loss 3", "grad norm 5", "test lm loss 5"} <= set(resumed) and "lm loss 2" not in resumed
