@@ -74,7 +74,7 @@ def _run_rank(args: argparse.Namespace, heads: int, kv_heads: int, head_dim: int
 
     report.initialize_world("cpu" if on_cpu else "cuda")
     plan = trials(heads, kv_heads, dist.get_world_size())
-    result = report.run(plan, heads, kv_heads, head_dim, args.mebibytes, progress=not args.json)
+    result = report.run(plan, heads, kv_heads, head_dim, args.mebibytes, progress=sys.stderr.isatty())
     if dist.get_rank() == 0:
         print(json.dumps(result.json()) if args.json else result.table(), flush=True)
     dist.barrier()
