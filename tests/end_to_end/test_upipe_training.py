@@ -163,17 +163,17 @@ def test_refused_before_training(flags, message):
 
 SPEC_WITH_A_STOCK_LAYER = """
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+from megatron_upipe.layer_specs import with_upipe
+def spec(config):
+    return get_gpt_layer_local_spec(normalization="RMSNorm")  # with_upipe is forgotten
 """
 
 
 def test_a_run_without_upipe_layers_stops(folder, monkeypatch):
-    """A spec under the package's name that builds stock attention, as a failed import would."""
-    package = folder / "megatron_upipe_other"
-    package.mkdir()
-    Path(package, "__init__.py").write_text(SPEC_WITH_A_STOCK_LAYER)
+    """A spec that means UPipe but builds stock attention."""
+    (folder / "forgetful_specs.py").write_text(SPEC_WITH_A_STOCK_LAYER)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    message = _refused("--spec", "megatron_upipe_other", "spec")
+    message = _refused("--spec", "forgetful_specs", "spec")
     assert "2 of 2 attention layers are not UPipe, the first" in message and "(SelfAttention)" in message
 
 
