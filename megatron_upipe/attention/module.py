@@ -114,6 +114,7 @@ class UPipeSelfAttention(SelfAttention):
             **kwargs,
         )
         self.groups = groups
+        self._announced = False
         if self.context_parallel:
             self.plan = self._make_plan(groups)
 
@@ -151,7 +152,7 @@ class UPipeSelfAttention(SelfAttention):
         }
         inference = inference_context if inference_context is not None else inference_params
         if not self.context_parallel:
-            _announce(self.describe())
+            self._announce_once()
             if self.upipe.rope == "exact" and inference is None:
                 rotary_pos_emb = self._angles(rotary_pos_emb, hidden_states)
             return super().forward(
@@ -212,7 +213,14 @@ class UPipeSelfAttention(SelfAttention):
         kernel = select_kernel(x.device, x.dtype, self.plan.head_dim)
         if kernel is not self.plan.kernel:
             self.plan = replace(self.plan, kernel=kernel)
-        _announce(self.describe())
+            self._announced = False
+        self._announce_once()
+
+    def _announce_once(self) -> None:
+        """Not again at every call: the line is only made when the plan is new."""
+        if not self._announced:
+            self._announced = True
+            _announce(self.describe())
 
     def _weights(self) -> AttentionWeights:
         """The parameters, through their modules' calls."""

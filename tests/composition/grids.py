@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from megatron_upipe.attention.schedule import legal_heads_per_stage
 from megatron_upipe.config import check_parallelism
@@ -50,9 +50,6 @@ class Grid:
     @property
     def layers(self) -> int:
         return 2 * self.pp if self.virtual else max(2, self.pp)
-
-    def settings(self) -> dict:
-        return asdict(self)
 
 
 def draw(seed: int) -> Grid:
