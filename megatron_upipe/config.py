@@ -17,6 +17,8 @@ from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.errors import UPipeError
 
 ROPE_MODES = ("stock", "exact")
+STORES = ("none", "host")
+PREFETCH_MODES = ("auto", "on", "off")
 # Megatron's fp32 RoPE angles are off by an error that grows with the position (see attention/rotary.py).
 EXACT_ROPE_FROM = 128 * 1024
 
@@ -40,12 +42,53 @@ class UPipeConfig:
     rope: str = "stock"
     """``stock``: Megatron's fp32 angles. ``exact``: angles in fp64, reduced modulo 2 pi; needs ``rotary``."""
     rotary: RotarySettings | None = None
+    keep_attention: int | None = None
+    """Layers, of the whole model, whose attention output waits for backward; the others compute attention again. None:
+    all of them."""
+    offload: str = "none"
+    """Where layer inputs and kept attention wait: ``none``, on the device; ``host``, in pinned host memory."""
+    prefetch: str = "auto"
+    """With ``host``: whether a layer's input is fetched one layer ahead, at the cost of its bytes once more. ``auto``:
+    where the device has room."""
+    checkpoint_every: int = 1
+    """Every how many layers the input is kept; the others' are made again."""
+    mlp_tile_tokens: int = 4096
+    """Tokens of a tile of the MLP."""
+    loss_tile_tokens: int = 1024
+    """Tokens of a tile of the output layer and loss; 0: Megatron's own, with all logits at once."""
 
     def __post_init__(self) -> None:
-        if self.rope not in ROPE_MODES:
-            raise UPipeError(f"--upipe-rope {self.rope} does not exist; choose {' or '.join(ROPE_MODES)}")
+        _check_choice("--upipe-offload", self.offload, STORES)
+        _check_choice("--upipe-prefetch", self.prefetch, PREFETCH_MODES)
+        _check_least("--upipe-keep-attention", self.keep_attention, 0)
+        _check_least("--upipe-checkpoint-every", self.checkpoint_every, 1)
+        _check_least("--upipe-mlp-tile-tokens", self.mlp_tile_tokens, 1)
+        _check_least("--upipe-loss-tile-tokens", self.loss_tile_tokens, 0)
+        _check_choice("--upipe-rope", self.rope, ROPE_MODES)
         if self.rope == "exact" and self.rotary is None:
             raise UPipeError("--upipe-rope exact needs the rotary settings; set UPipeConfig.rotary, or use stock")
+
+    def describe(self) -> str:
+        """One line for the log: what is kept, where, and in which tiles."""
+        kept = {None: "all layers", 0: "no layer"}.get(self.keep_attention, f"{self.keep_attention} layers")
+        loss = f"{self.loss_tile_tokens} tokens" if self.loss_tile_tokens else "none (Megatron's own)"
+        return (
+            f"attention kept in {kept}, layer inputs of every {self.checkpoint_every}. layer, "
+            f"{'in host memory' if self.offload == 'host' else 'on the device'}; MLP tiles {self.mlp_tile_tokens} "
+            f"tokens, loss tiles {loss}"
+        )
+
+
+def keeps_attention(keep: int | None, model_layers: int, first: int, layers: int, index: int) -> bool:
+    """Whether layer ``index`` keeps its attention: ``keep`` layers of the model, spread over its pipeline stages.
+
+    The layer's stage holds ``layers`` layers from ``first`` on, all counted from 0. Its last layers keep: their
+    backward comes first, so that the memory is free again when the others need it to compute attention again.
+    """
+    if keep is None:
+        return True
+    here = keep * (first + layers) // model_layers - keep * first // model_layers
+    return index >= first + layers - here
 
 
 @dataclass(frozen=True)
@@ -168,6 +211,16 @@ def check_parallelism(
             f"--seq-length {sequence_length} is not a multiple of {unit} (2 x P x R"
             f"{' x tensor-parallel size' if sequence_parallel else ''}); the nearest multiple is {nearest}"
         )
+
+
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UPipeError(f"{flag} {value} does not exist; choose {' or '.join(choices)}")
+
+
+def _check_least(flag: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise UPipeError(f"{flag} {value} is too small; the least is {least}")
 
 
 def _nearest_divisor(value: int, of: int) -> int:

@@ -9,15 +9,18 @@ Source: arXiv 2602.21196; the schedule of heads is in ``schedule.py``, the lette
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_upipe.attention.gradients import InputGradient, WeightGradient
+from megatron_upipe.attention.elementwise import ElementwiseGradient
+from megatron_upipe.attention.gradients import InputGradient, WeightGradient, transposed_product
 from megatron_upipe.attention.heads import key_value_rows, projection_columns, query_heads, query_rows
+from megatron_upipe.attention.input import AttentionInput
+from megatron_upipe.attention.kept import DeviceAttention, KeptAttention
 from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
 from megatron_upipe.attention.projections import (
     GATE,
@@ -31,7 +34,6 @@ from megatron_upipe.context.exchange import to_heads, to_sequence
 from megatron_upipe.context.merge import accumulation_dtype
 from megatron_upipe.context.ring import ring_backward, ring_forward
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.memory.keep_store import KeptAttention
 
 
 @dataclass(frozen=True)
@@ -57,19 +59,17 @@ class AttentionGradients:
 
 
 def attention_forward(
-    x: Tensor, weights: AttentionWeights, elementwise: Elementwise, plan: AttentionPlan, segments: None = None
-) -> tuple[KeptAttention, Tensor]:
-    """Attention of ``x`` [s, b, hidden], this rank's tokens, before the output projection.
+    x: AttentionInput, weights: AttentionWeights, elementwise: Elementwise, plan: AttentionPlan, segments: None = None
+) -> DeviceAttention:
+    """Attention of this rank's tokens, before output gates and the output projection.
 
-    Returns what backward needs, and the input of the output projection [s, b, H*d]: the kept output itself, or with
-    output gates another tensor. Both are owned by the caller. ``segments`` (packed documents) must be None in this
-    version. Stores nothing for autograd. Collective.
+    What it returns is owned by the caller. ``segments`` (packed documents) must be None in this version. Stores nothing
+    for autograd. Collective.
     """
     _refuse_segments(segments)
     schedule = plan.schedule
-    s, b, _ = x.shape
-    out = x.new_empty(s, b, schedule.query_heads, plan.head_dim)
-    gated = torch.empty_like(out) if plan.output_gate else out
+    s, b, _ = x.tokens.shape
+    out = x.tokens.new_empty(s, b, schedule.query_heads, plan.head_dim)
     lse = []
     for stage in schedule.stages:
         if stage.begins_block:
@@ -80,19 +80,16 @@ def attention_forward(
         stage_out, stage_lse = ring_forward(plan.kernel, q, kv, plan.causal, plan.scale, plan.groups.ring)
         view = query_heads(out, schedule, stage, axis=2)
         view.copy_(to_sequence(stage_out, plan.groups.ulysses).view(view.shape))
-        if plan.output_gate:
-            gate = project_queries(x, weights, stage, plan, part=GATE)
-            query_heads(gated, schedule, stage, axis=2).copy_(gated_output(view, gate.view(view.shape)))
         lse.append(stage_lse)
         del q, stage_out
         if stage.ends_block:
             del kv
-    return KeptAttention(out.flatten(2), tuple(lse)), gated.flatten(2)
+    return DeviceAttention(out.flatten(2), tuple(lse), schedule)
 
 
 def attention_backward(
     dy: Tensor,
-    x: Tensor,
+    x: AttentionInput,
     kept: KeptAttention,
     weights: AttentionWeights,
     elementwise: Elementwise,
@@ -100,17 +97,19 @@ def attention_backward(
     needs: AttentionNeeds,
     segments: None = None,
 ) -> AttentionGradients:
-    """Gradients of ``attention_forward`` followed by the output projection.
+    """Gradients of ``attention_forward`` followed by output gates and the output projection.
 
-    ``dy`` and ``x`` are [s, b, hidden], this rank's tokens, whole along the hidden axis; dx lacks the sum over the
-    tensor-parallel group, weight gradients that over data and context parallel ranks. Collective, whatever ``needs``.
+    ``dy`` is [s, b, hidden] like the tokens of ``x``, whose gradient is that of what the projections read (after the
+    norm). dx lacks the sum over the tensor-parallel group, weight gradients that over data and context parallel ranks.
+    Collective, whatever ``needs``.
     """
     _refuse_segments(segments)
-    backward = _Backward(dy, x, kept, weights, elementwise, plan, needs)
-    for stage, lse in zip(plan.schedule.stages, kept.lse, strict=True):
+    backward = _Backward(dy, x, weights, elementwise, plan, needs)
+    pieces = kept.stages()
+    for stage in plan.schedule.stages:
         if stage.begins_block:
             backward.begin_block(stage.block)
-        backward.stage(stage, lse)
+        backward.stage(stage, pieces)
         if stage.ends_block:
             backward.end_block(stage.block)
     return backward.gradients()
@@ -119,20 +118,16 @@ def attention_backward(
 class _Backward:
     """State of one ``attention_backward``: running sums, and K and V of the current block."""
 
-    def __init__(self, dy, x, kept, weights, elementwise, plan, needs) -> None:
+    def __init__(self, dy, x, weights, elementwise, plan, needs) -> None:
         schedule = plan.schedule
-        self.dy, self.x, self.kept = dy, x, kept
+        self.dy, self.x, self.dtype = dy, x, x.tokens.dtype
         self.weights, self.elementwise, self.plan, self.needs = weights, elementwise, plan, needs
-        self.dx = InputGradient(x, additions=len(schedule.stages)) if needs.x else None
+        self.dx = InputGradient(x.tokens, additions=len(schedule.stages)) if needs.x else None
         fuse = plan.fuse_weight_gradients
         self.dqkv = WeightGradient(weights.qkv, fuse) if needs.qkv else None
         self.dbias = WeightGradient(weights.qkv_bias, fuse) if needs.qkv_bias else None
         self.dproj = WeightGradient(weights.proj, fuse) if needs.proj else None
-        # in accumulation dtype, so that their gradients are not rounded at every stage
-        self.parameters = [
-            p.detach().to(accumulation_dtype(p.dtype), copy=True).requires_grad_(needed)
-            for p, needed in zip(elementwise.parameters, needs.elementwise, strict=True)
-        ]
+        self.delementwise = ElementwiseGradient(elementwise.parameters, needs.elementwise)
         # gradients of projections [s, b, n] that wait for their GEMMs, and the rows of the weight that they belong to
         self.pending: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
 
@@ -142,7 +137,7 @@ class _Backward:
         self.raw_key = None if self.elementwise.linear else key
         self.dk = self.dv = None
 
-    def stage(self, stage: Stage, lse: Tensor) -> None:
+    def stage(self, stage: Stage, pieces: Iterator[tuple[Tensor, Tensor]]) -> None:
         plan, ulysses = self.plan, self.plan.groups.ulysses
         raw = project_queries(self.x, self.weights, stage, plan)
         q = to_heads(self.elementwise.query(raw, None), ulysses)
@@ -151,11 +146,10 @@ class _Backward:
             raw = None
 
         columns = partial(projection_columns, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim)
-        out = query_heads(self.kept.out.unflatten(2, (plan.schedule.query_heads, -1)), plan.schedule, stage, axis=2)
-        out = out.reshape(shape)
+        out, lse = next(pieces)
         projected, dout = (out, None) if not plan.output_gate else self._through_gate(stage, out, columns)
         if self.dproj is not None:
-            self.dproj.write_product(columns, _flat(self.dy), _flat(projected.flatten(2)))
+            self.dproj.write(columns, transposed_product(_flat(self.dy), _flat(projected.flatten(2)), self.dproj.dtype))
         del projected
         out = to_heads(out, ulysses)
         dout = to_heads(self._dprojected(columns, shape) if dout is None else dout, ulysses)
@@ -164,15 +158,15 @@ class _Backward:
         del q, out, dout
         self._add_keys_values(stage, dk, dv)
         del dk, dv
-        dq = to_sequence(dq.to(self.x.dtype), ulysses)
-        dq = self._through(self.elementwise.query, raw, dq)
+        dq = to_sequence(dq.to(self.dtype), ulysses)
+        dq = self.delementwise.through(self.elementwise.query, raw, dq)
         rows = partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim)
         self.pending.append((dq.flatten(2), rows))
         if not stage.ends_block:
             self._project_back()
 
     def end_block(self, block: int) -> None:
-        plan, dtype = self.plan, self.x.dtype
+        plan, dtype = self.plan, self.dtype
         c, copies = plan.schedule.kv_per_rank, plan.schedule.copies
         dkv = torch.cat((self.dk.to(dtype), self.dv.to(dtype)), dim=1)
         self.kv = self.dk = self.dv = None
@@ -180,7 +174,7 @@ class _Backward:
         if copies > 1:
             dkv = dkv.sum(3, keepdim=True, dtype=accumulation_dtype(dtype)).to(dtype)
         dkey, dvalue = dkv.squeeze(3).unbind(3)  # [s, b, P/copies, c, d]
-        dkey = self._through(self.elementwise.key, self.raw_key, dkey.flatten(2, 3))
+        dkey = self.delementwise.through(self.elementwise.key, self.raw_key, dkey.flatten(2, 3))
         dkv = torch.stack((dkey.view(dvalue.shape), dvalue), dim=3)
         rows = partial(key_value_rows, schedule=plan.schedule, block=block, head_dim=plan.head_dim)
         self.pending.append((dkv.flatten(2), rows))
@@ -193,7 +187,7 @@ class _Backward:
             qkv=self.dqkv and self.dqkv.result(),
             qkv_bias=self.dbias and self.dbias.result(),
             proj=self.dproj and self.dproj.result(),
-            elementwise=[p.grad for p in self.parameters],
+            elementwise=self.delementwise.result(),
         )
 
     def _add_keys_values(self, stage: Stage, dk: Tensor, dv: Tensor) -> None:
@@ -206,24 +200,6 @@ class _Backward:
         else:
             dtype = accumulation_dtype(dk.dtype)
             self.dk, self.dv = dk.to(dtype), dv.to(dtype)
-
-    def _through(self, function: Callable, raw: Tensor | None, gradient: Tensor) -> Tensor:
-        """Gradient of the input of an elementwise function; those of its parameters are added up in ``parameters``.
-
-        ``raw`` is the input, or None for a linear function, whose backward is the same everywhere.
-        """
-        raw = (gradient if raw is None else raw).detach().requires_grad_()
-        with torch.enable_grad():
-            if self.parameters:
-                output = function(raw.to(accumulation_dtype(raw.dtype)), self.parameters)
-            else:
-                output = function(raw, None)
-        wanted = [p for p in self.parameters if p.requires_grad]
-        draw, *rest = torch.autograd.grad(output, (raw, *wanted), gradient.to(output.dtype), allow_unused=True)
-        for parameter, part in zip(wanted, rest, strict=True):
-            if part is not None:
-                parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
-        return draw
 
     def _dprojected(self, columns: Callable[[Tensor], Tensor], shape: torch.Size) -> Tensor:
         """Gradient of the stage's part of the output projection's input."""
@@ -245,15 +221,15 @@ class _Backward:
 
         One addition to dx for all of them: the block's last queries go together with its keys and values.
         """
-        gradients = [_flat(gradient) for gradient, _ in self.pending]
+        gradients = [gradient for gradient, _ in self.pending]
         if self.dx is not None:
-            weights = [rows(self.weights.qkv).reshape(-1, self.x.shape[-1]) for _, rows in self.pending]
-            self.dx.add(torch.cat(gradients, dim=1), torch.cat(weights))
-        for flat, (_, rows) in zip(gradients, self.pending, strict=True):
+            weights = [rows(self.weights.qkv).reshape(-1, self.dy.shape[-1]) for _, rows in self.pending]
+            self.dx.add(_flat(torch.cat(gradients, dim=2)), torch.cat(weights))
+        for gradient, rows in self.pending:
             if self.dqkv is not None:
-                self.dqkv.write_product(rows, flat, _flat(self.x))
+                self.dqkv.write(rows, self.x.transposed_product(gradient, self.dqkv.dtype))
             if self.dbias is not None:
-                self.dbias.write(rows, flat.sum(0, dtype=accumulation_dtype(flat.dtype)))
+                self.dbias.write(rows, gradient.sum((0, 1), dtype=accumulation_dtype(gradient.dtype)))
         self.pending.clear()
 
 

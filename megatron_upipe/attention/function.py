@@ -2,6 +2,8 @@
 
 Kept for backward: x (as handed in, sharded under sequence parallelism), the attention output and lse. Weights are not
 saved; backward asks their modules again, so that sharded or gathered parameters are current.
+
+A layer that is not UPipe's own gets its attention from here; ``layers/function.py`` has the whole layer in one node.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_upipe.attention.core import AttentionNeeds, attention_backward, attention_forward
+from megatron_upipe.attention.input import AttentionInput
+from megatron_upipe.attention.kept import DeviceAttention
 from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
-from megatron_upipe.memory.keep_store import KeptAttention
+from megatron_upipe.attention.projections import gate_output
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,12 @@ class UPipeAttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         # Grad mode is off in here whatever the caller's is, hence the argument.
         weights = AttentionWeights(qkv, qkv_bias, proj)
-        kept, projected = attention_forward(call.gather(x), weights, call.elementwise, call.plan)
+        gathered = AttentionInput(call.gather(x))
+        kept = attention_forward(gathered, weights, call.elementwise, call.plan)
         if grad_enabled:
             ctx.call = call
             ctx.save_for_backward(x, kept.out, *kept.lse)
-        return call.project(projected)
+        return call.project(gate_output(gathered, kept.out, weights, call.plan))
 
     @staticmethod
     @once_differentiable
@@ -67,8 +72,8 @@ class UPipeAttentionFunction(torch.autograd.Function):
         _, _, needs_x, needs_qkv, needs_bias, needs_proj, *needs_parameters = ctx.needs_input_grad
         gradients = attention_backward(
             call.gather(dy),
-            call.gather(x),
-            KeptAttention(out, tuple(lse)),
+            AttentionInput(call.gather(x)),
+            DeviceAttention(out, tuple(lse), call.plan.schedule),
             call.weights(),
             call.elementwise,
             call.plan,

@@ -1,4 +1,4 @@
-"""Gradients of weights that are written piece by piece, each row or column once a micro-batch."""
+"""Gradients that are collected piece by piece and leave their parameter one gradient a micro-batch."""
 
 from __future__ import annotations
 
@@ -7,38 +7,64 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_upipe.context.merge import accumulation_dtype
+
 
 class WeightGradient:
     """Collects the gradient of one parameter; ``result`` is what ``backward`` returns for it.
 
-    With ``fuse`` and a ``main_grad`` on the parameter, pieces are added to ``main_grad`` in its own precision, as
-    Megatron's gradient accumulation fusion does; otherwise they are written into a gradient of the parameter's dtype.
-    Megatron-FSDP overwrites ``main_grad`` and has its own place for gradients: never fused there.
+    ``write`` is for pieces that come once each, ``add`` and ``add_product`` for sums over tiles, which are kept in fp32
+    (``summed``). With ``fuse`` and a ``main_grad`` on the parameter, everything is added to ``main_grad`` in its own
+    precision, as Megatron's gradient accumulation fusion does. Megatron-FSDP overwrites ``main_grad`` and has its own
+    place for gradients: never fused there.
     """
 
-    def __init__(self, parameter: Tensor, fuse: bool) -> None:
+    def __init__(self, parameter: Tensor, fuse: bool, summed: bool = False) -> None:
         self._parameter = parameter
         sharded = hasattr(parameter, "__fsdp_param__")
         self._fused = fuse and not sharded and getattr(parameter, "main_grad", None) is not None
-        self._target = parameter.main_grad if self._fused else torch.empty_like(parameter)
+        precise = accumulation_dtype(parameter.dtype)
+        if self._fused and not (summed and parameter.main_grad.dtype.itemsize < precise.itemsize):
+            self._target, self._in_place = parameter.main_grad, True
+        elif summed:
+            self._target, self._in_place = torch.zeros_like(parameter, dtype=precise), False
+        else:
+            self._target, self._in_place = torch.empty_like(parameter), False
 
-    def write_product(self, part: Callable[[Tensor], Tensor], left: Tensor, right: Tensor) -> None:
-        """``left^T @ right`` ([tokens, n] and [tokens, k]) is the gradient of the view ``part(parameter)``."""
-        self.write(part, _transposed_product(left, right, self._target.dtype))
+    @property
+    def dtype(self) -> torch.dtype:
+        """What ``write`` is best given."""
+        return self._target.dtype
 
     def write(self, part: Callable[[Tensor], Tensor], gradient: Tensor) -> None:
         """``part`` maps the parameter to the view that ``gradient`` (any shape of that size) belongs to."""
         view = part(self._target)
-        if self._fused:
+        if self._in_place:
             view.add_(gradient.view(view.shape))
         else:
             view.copy_(gradient.view(view.shape))
 
-    def result(self) -> Tensor:
+    def add(self, gradient: Tensor) -> None:
+        """Adds a tile's share of the whole gradient."""
+        self._target.add_(gradient)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Adds ``left^T @ right`` ([tokens, n] and [tokens, k]) to the whole gradient [n, k], in place."""
+        target = self._target
+        if left.dtype == target.dtype:
+            target.addmm_(left.t(), right)
+        elif left.is_cuda and target.dtype == torch.float32:
+            torch.addmm(target, left.t(), right, out_dtype=target.dtype, out=target)
+        else:
+            target.addmm_(left.to(target.dtype).t(), right.to(target.dtype))
+
+    def result(self) -> Tensor | None:
         """The gradient; for a fused one a placeholder, after telling DDP that ``main_grad`` has it."""
-        if not self._fused:
-            return self._target
         parameter = self._parameter
+        if not self._fused:
+            return self._target.to(parameter.dtype)
+        if not self._in_place:
+            parameter.main_grad.add_(self._target)
         if not hasattr(parameter, "grad_added_to_main_grad"):
             return None
         parameter.grad_added_to_main_grad = True
@@ -46,7 +72,7 @@ class WeightGradient:
         return make(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def _transposed_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def transposed_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """``left^T @ right``; in ``dtype`` fp32 not rounded to the inputs' lower precision on the way."""
     if dtype != torch.float32 or left.dtype.itemsize >= dtype.itemsize:
         return left.t() @ right

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,8 +10,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available as HAVE_FUSED_WGRAD
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -23,7 +20,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_upipe.attention.elementwise import apply_norm
 from megatron_upipe.attention.function import AttentionCall, UPipeAttentionFunction
+from megatron_upipe.attention.linears import parameters_of
 from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
 from megatron_upipe.attention.rotary import exact_angles
 from megatron_upipe.attention.schedule import head_schedule
@@ -31,34 +30,6 @@ from megatron_upipe.config import UPipeConfig, check_model, check_parallelism
 from megatron_upipe.context.groups import ContextGroups, context_groups
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.kernels.select import select_kernel
-
-
-class _ReturnsParameters:
-    """Called without input, a linear returns its weight and bias.
-
-    UPipe multiplies by pieces of the weight itself, but reads it through the module's call: DDP and FSDP gather
-    parameters in hooks of that call. Gradient accumulation fusion needs Apex in Megatron's linears only; UPipe adds to
-    ``main_grad`` without it.
-    """
-
-    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
-        unfused = copy.copy(config)
-        unfused.gradient_accumulation_fusion = config.gradient_accumulation_fusion and HAVE_FUSED_WGRAD
-        super().__init__(*args, config=unfused, **kwargs)
-        self.config = config
-
-    def forward(self, input_: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if input_ is None:
-            return self.weight, self.bias
-        return super().forward(input_, *args, **kwargs)
-
-
-class UPipeColumnParallelLinear(_ReturnsParameters, ColumnParallelLinear):
-    """``linear_qkv``."""
-
-
-class UPipeRowParallelLinear(_ReturnsParameters, RowParallelLinear):
-    """``linear_proj``."""
 
 
 class _NoCoreAttention(torch.nn.Module):
@@ -114,6 +85,7 @@ class UPipeSelfAttention(SelfAttention):
             **kwargs,
         )
         self.groups = groups
+        self.shards = self.world_size if config.sequence_parallel else 1
         self._announced = False
         if self.context_parallel:
             self.plan = self._make_plan(groups)
@@ -158,35 +130,25 @@ class UPipeSelfAttention(SelfAttention):
             return super().forward(
                 hidden_states, attention_mask, inference_context=inference, rotary_pos_emb=rotary_pos_emb, **given
             )
-        if inference is not None:
-            raise UPipeError(
-                "inference with context parallelism is not supported by UPipe; generate with the stock spec, from the "
-                "same checkpoint"
-            )
-        if attention_mask is not None:
-            raise UPipeError(
-                "an attention mask was given to UPipe, which applies the causal mask itself; "
-                "pass --no-create-attention-mask-in-dataloader"
-            )
-        for name, value in given.items():
-            if value is not None:
-                raise UPipeError(f"{name} is not supported by UPipe with context parallelism; pass None")
-        weights = self._weights()
+        refuse_arguments(attention_mask, inference, given)
+        call = self.call(hidden_states, rotary_pos_emb)
+        output = UPipeAttentionFunction.apply(
+            torch.is_grad_enabled(), call, hidden_states, *call.weights(), *call.elementwise.parameters
+        )
+        return output, self.linear_proj.bias
+
+    def call(self, hidden_states: Tensor, rotary_pos_emb: Any) -> AttentionCall:
+        """What computes attention of these tokens, [s/TP or s, b, hidden]; not collective."""
         self._use_kernel_for(hidden_states)
-        elementwise = self._elementwise(rotary_pos_emb, hidden_states)
         sequence_parallel = self.linear_qkv.sequence_parallel
-        call = AttentionCall(
+        return AttentionCall(
             plan=self.plan,
-            elementwise=elementwise,
+            elementwise=self._elementwise(rotary_pos_emb, hidden_states),
             weights=self._weights,
             project=lambda out: self.linear_proj(out)[0],
             gather=self._gather if sequence_parallel else _same,
             reduce_input=self._reduce_scatter if sequence_parallel else self._reduce,
         )
-        output = UPipeAttentionFunction.apply(
-            torch.is_grad_enabled(), call, hidden_states, *weights, *elementwise.parameters
-        )
-        return output, self.linear_proj.bias
 
     def _make_plan(self, groups: ContextGroups) -> AttentionPlan:
         config = self.config
@@ -224,17 +186,8 @@ class UPipeSelfAttention(SelfAttention):
 
     def _weights(self) -> AttentionWeights:
         """The parameters, through their modules' calls."""
-        for name, kind in (("linear_qkv", UPipeColumnParallelLinear), ("linear_proj", UPipeRowParallelLinear)):
-            linear = getattr(self, name)
-            hooks = linear._forward_hooks if type(linear) is kind else True
-            hooks = hooks or linear._backward_hooks or linear._backward_pre_hooks
-            if hooks or linear.weight.grad_fn is not None:
-                raise UPipeError(
-                    f"{name} is wrapped, hooked or its weight is computed ({type(linear).__name__}); UPipe reads the "
-                    "weight itself and would bypass that; use the stock spec for it"
-                )
-        qkv, bias = self.linear_qkv()
-        proj, _ = self.linear_proj()
+        qkv, bias = parameters_of(self.linear_qkv, "linear_qkv")
+        proj, _ = parameters_of(self.linear_proj, "linear_proj")
         return AttentionWeights(qkv, bias, proj)
 
     def _elementwise(self, rotary_pos_emb: Any, hidden_states: Tensor) -> Elementwise:
@@ -251,10 +204,10 @@ class UPipeSelfAttention(SelfAttention):
             )
 
         def query(t: Tensor, parameters: Sequence[Tensor] | None) -> Tensor:
-            return rotate(_norm(self.q_layernorm, t, parameters and parameters[:count]), angles[0])
+            return rotate(apply_norm(self.q_layernorm, t, parameters and parameters[:count]), angles[0])
 
         def key(t: Tensor, parameters: Sequence[Tensor] | None) -> Tensor:
-            return rotate(_norm(self.k_layernorm, t, parameters and parameters[count:]), angles[1])
+            return rotate(apply_norm(self.k_layernorm, t, parameters and parameters[count:]), angles[1])
 
         return Elementwise(
             query=query,
@@ -271,7 +224,7 @@ class UPipeSelfAttention(SelfAttention):
         if self.upipe.rope == "stock":
             return rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         groups = self.groups
-        tokens = hidden_states.shape[0] * (self.world_size if self.linear_qkv.sequence_parallel else 1)
+        tokens = hidden_states.shape[0] * self.shards
         angles = exact_angles(
             groups.layout,
             groups.rank,
@@ -293,18 +246,25 @@ class UPipeSelfAttention(SelfAttention):
         return reduce_from_tensor_model_parallel_region(gradient, group=self.pg_collection.tp)
 
 
+def refuse_arguments(attention_mask: Tensor | None, inference: Any, given: dict[str, Any]) -> None:
+    """Raises UPipeError for arguments of a forward call that UPipe with context parallelism cannot honour."""
+    if inference is not None:
+        raise UPipeError(
+            "inference with context parallelism is not supported by UPipe; generate with the stock spec, from the "
+            "same checkpoint"
+        )
+    if attention_mask is not None:
+        raise UPipeError(
+            "an attention mask was given to UPipe, which applies the causal mask itself; "
+            "pass --no-create-attention-mask-in-dataloader"
+        )
+    for name, value in given.items():
+        if value is not None:
+            raise UPipeError(f"{name} is not supported by UPipe with context parallelism; pass None")
+
+
 def _parameters(norm: torch.nn.Module | None) -> list[Tensor]:
     return [] if norm is None else list(norm.parameters())
-
-
-def _norm(norm: torch.nn.Module | None, t: Tensor, parameters: Sequence[Tensor] | None) -> Tensor:
-    """``norm(t)``, with ``parameters`` in the place of its own if given."""
-    if norm is None:
-        return t
-    if not parameters:
-        return norm(t)
-    names = [name for name, _ in norm.named_parameters()]
-    return torch.func.functional_call(norm, dict(zip(names, parameters, strict=True)), (t,))
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_upipe.attention.heads import key_value_rows, query_rows
+from megatron_upipe.attention.heads import key_value_rows, query_heads, query_rows
+from megatron_upipe.attention.input import AttentionInput
 from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights
 from megatron_upipe.attention.schedule import Stage
 from megatron_upipe.context.exchange import to_heads
@@ -22,20 +22,37 @@ def gated_output(out: Tensor, gate: Tensor) -> Tensor:
     return (out * torch.sigmoid(gate.float())).to(out.dtype)
 
 
-def _project(x: Tensor, weights: AttentionWeights, rows: Callable[[Tensor], Tensor]) -> Tensor:
+def gate_output(x: AttentionInput, out: Tensor, weights: AttentionWeights, plan: AttentionPlan) -> Tensor:
+    """The input of the output projection [t, b, H*d]: ``out`` itself, or with output gates a gated copy of it."""
+    if not plan.output_gate:
+        return out
+    gated = torch.empty_like(out)
+    heads = [t.unflatten(2, (plan.schedule.query_heads, plan.head_dim)) for t in (gated, out)]
+    for stage in plan.schedule.stages:
+        target, source = (query_heads(t, plan.schedule, stage, axis=2) for t in heads)
+        gate = project_queries(x, weights, stage, plan, part=GATE)
+        target.copy_(gated_output(source, gate.view(source.shape)))
+    return gated
+
+
+def _project(x: AttentionInput, weights: AttentionWeights, rows: Callable[[Tensor], Tensor]) -> Tensor:
     """[s, b, hidden] -> [s, b, number of rows]; the rows are gathered into a small copy."""
-    weight = rows(weights.qkv).reshape(-1, x.shape[-1])
+    weight = rows(weights.qkv).reshape(-1, x.tokens.shape[-1])
     bias = None if weights.qkv_bias is None else rows(weights.qkv_bias).reshape(-1)
-    return F.linear(x, weight, bias)
+    return x.project(weight, bias)
 
 
-def project_queries(x: Tensor, weights: AttentionWeights, stage: Stage, plan: AttentionPlan, part: int = 0) -> Tensor:
+def project_queries(
+    x: AttentionInput, weights: AttentionWeights, stage: Stage, plan: AttentionPlan, part: int = 0
+) -> Tensor:
     """Queries of the stage, or its output gates: [s, b, U, d], heads rank-major."""
     rows = partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim, part=part)
     return _project(x, weights, rows).unflatten(2, (plan.schedule.heads_per_stage, plan.head_dim))
 
 
-def project_keys_values(x: Tensor, weights: AttentionWeights, block: int, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+def project_keys_values(
+    x: AttentionInput, weights: AttentionWeights, block: int, plan: AttentionPlan
+) -> tuple[Tensor, Tensor]:
     """Keys and values of the block, each [s, b, P/copies * c, d], heads rank-major."""
     rows = partial(key_value_rows, schedule=plan.schedule, block=block, head_dim=plan.head_dim)
     kv = _project(x, weights, rows).unflatten(2, (-1, 2, plan.schedule.kv_per_rank, plan.head_dim))

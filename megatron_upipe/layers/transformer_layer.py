@@ -1,29 +1,115 @@
-"""A transformer layer that Megatron builds from one spec object, whatever its flags."""
+"""Megatron's TransformerLayer with UPipe self-attention, computed as one autograd node."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_submodules,
 )
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor
 
+from megatron_upipe.attention.elementwise import apply_norm
+from megatron_upipe.attention.module import refuse_arguments
+from megatron_upipe.config import UPipeConfig, keeps_attention
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.layers.spec import with_upipe
+from megatron_upipe.layers.function import LayerCall, Policy, UPipeLayerFunction
+from megatron_upipe.layers.mlp import AnyBackward, DenseBackward, is_dense, mlp_parameters
+from megatron_upipe.layers.submodules import replace_submodules
+from megatron_upipe.layers.tiles import Tiles
+from megatron_upipe.memory.host_store import host_store
 
 
 class UPipeTransformerLayer(TransformerLayer):
-    """Megatron's TransformerLayer with UPipe self-attention.
+    """Megatron's layer, same parameters and results; ``config.upipe`` says what waits for backward, and where.
 
-    A spec object is written before the configuration is known, so the layer takes the submodules that Megatron would
-    have chosen from ``config``. All layers are of one kind.
+    A spec object is written before the configuration is known: without ``submodules`` the layer takes those that
+    Megatron would have chosen from ``config``, all layers of one kind. With one context-parallel rank it is Megatron's
+    layer.
     """
 
-    def __init__(self, config: TransformerConfig, submodules: Any = None, **kwargs: Any) -> None:
-        super().__init__(config=config, submodules=upipe_submodules(config), **kwargs)
+    def __init__(
+        self, config: TransformerConfig, submodules: Any = None, *, vp_stage: int | None = None, **kwargs: Any
+    ) -> None:
+        submodules = submodules or upipe_submodules(config)
+        super().__init__(config=config, submodules=submodules, vp_stage=vp_stage, **kwargs)
+        self.upipe: UPipeConfig = self.self_attention.upipe
+        stage = self.pg_collection.pp.rank() if config.pipeline_model_parallel_size > 1 else 0
+        first = get_transformer_layer_offset(config, vp_stage, stage)
+        layers = get_num_layers_to_build(config, vp_stage, stage)
+        index = self.layer_number - 1
+        self._keeps = keeps_attention(self.upipe.keep_attention, config.num_layers, first, layers, index)
+        receives = stage > 0 or bool(vp_stage)
+        self._frees_input = receives and index == first and self.upipe.offload == "host"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        rotary_pos_emb: Any = None,
+        **given: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As Megatron's, [s/TP or s, b, hidden]; collective over the tensor- and context-parallel groups."""
+        if not self.self_attention.context_parallel:
+            given |= dict(context=context, context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
+            return super().forward(hidden_states, attention_mask=attention_mask, **given)
+        padding_mask = given.pop("padding_mask", None)
+        inference = given.pop("inference_context", None) or given.pop("inference_params", None)
+        given.pop("inference_params", None)
+        refuse_arguments(attention_mask, inference, {**given, "context": context, "context_mask": context_mask})
+        call = self._call(hidden_states, rotary_pos_emb, padding_mask)
+        policy = Policy(
+            store=host_store(hidden_states.device) if self.upipe.offload == "host" else None,
+            keep_attention=self._keeps,
+            checkpoint_every=self.upipe.checkpoint_every,
+            prefetch=self.upipe.prefetch,
+            frees_input=self._frees_input,
+        )
+        y = UPipeLayerFunction.apply(torch.is_grad_enabled(), call, policy, hidden_states, *call.parameters())
+        return y, context
+
+    def _call(self, x: Tensor, rotary_pos_emb: Any, padding_mask: Tensor | None) -> LayerCall:
+        attention = self.self_attention.call(x, rotary_pos_emb)
+        tokens, micro_batch, _ = x.shape
+        shards = self.self_attention.shards
+        norm_tiles = Tiles.of(tokens, self.upipe.mlp_tile_tokens, micro_batch, shards)
+        second_half = partial(self._forward_mlp, padding_mask=padding_mask)
+        if is_dense(self.mlp):
+            tiles = norm_tiles
+            fuse = self.config.gradient_accumulation_fusion
+            backward = partial(DenseBackward, self, attention, fuse=fuse)
+        else:
+            tiles = Tiles(tokens, tokens, shards)
+            backward = partial(AnyBackward, self, second_half)
+        return LayerCall(
+            attention=attention,
+            norm=partial(apply_norm, self.input_layernorm),
+            norm_parameters=tuple(self.input_layernorm.parameters()),
+            proj_bias=self.self_attention.linear_proj.bias,
+            add_attention=self._add_attention,
+            second_half=second_half,
+            second_half_backward=backward,
+            mlp_parameters=tuple(mlp_parameters(self)),
+            tiles=tiles,
+            norm_tiles=norm_tiles,
+        )
+
+    def _add_attention(self, projected: Tensor, residual: Tensor) -> Tensor:
+        """Output bias and residual connection."""
+        add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
+        return add((projected, self.self_attention.linear_proj.bias), residual, self.hidden_dropout)
 
 
 def upipe_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
@@ -42,5 +128,5 @@ def upipe_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
         qk_l2_norm=config.qk_l2_norm,
     )
     if config.transformer_impl == "transformer_engine":
-        return with_upipe(get_gpt_layer_with_transformer_engine_submodules(**common))
-    return with_upipe(get_gpt_layer_local_submodules(**common, normalization=config.normalization))
+        return replace_submodules(get_gpt_layer_with_transformer_engine_submodules(**common))
+    return replace_submodules(get_gpt_layer_local_submodules(**common, normalization=config.normalization))

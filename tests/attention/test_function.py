@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_upipe.attention.function import UPipeAttentionFunction
-from megatron_upipe.attention.gradients import InputGradient, WeightGradient
+from megatron_upipe.attention.gradients import InputGradient, WeightGradient, transposed_product
 from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.selftest.parity import (
@@ -143,7 +143,8 @@ def test_fused_gradients_keep_fp32(pieces):
     gradient = WeightGradient(parameter, fuse=True)
     for i in range(pieces):
         rows = slice(i * 16 // pieces, (i + 1) * 16 // pieces)
-        gradient.write_product(lambda w, rows=rows: w[rows], left[:, rows], right)
+        product = transposed_product(left[:, rows], right, gradient.dtype)
+        gradient.write(lambda w, rows=rows: w[rows], product)
     exact = left.double().t() @ right.double()
     assert (parameter.main_grad - exact).abs().max() < 1e-4 < ((left.t() @ right).double() - exact).abs().max()
 

@@ -1,0 +1,234 @@
+"""A whole transformer layer as one autograd node.
+
+Between forward and backward only the layer's input waits, and attention's output and lse where they are kept. The
+hidden state after attention is never stored: each tile of the second half makes its rows again from the input and the
+attention output. The incoming gradient becomes that of this hidden state tile by tile, in the same memory where nobody
+else holds it, and then goes through attention.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_upipe.attention.core import AttentionNeeds, attention_backward, attention_forward
+from megatron_upipe.attention.elementwise import ElementwiseGradient
+from megatron_upipe.attention.function import AttentionCall
+from megatron_upipe.attention.gradients import WeightGradient
+from megatron_upipe.attention.input import AttentionInput
+from megatron_upipe.attention.kept import DeviceAttention, KeptAttention
+from megatron_upipe.attention.projections import gate_output
+from megatron_upipe.context.merge import accumulation_dtype
+from megatron_upipe.layers.chain import Chain, Waiting
+from megatron_upipe.layers.tiles import Tiles
+from megatron_upipe.memory.host_store import HostStore
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One forward call of a layer and its backward; ``attention`` as in the attention module.
+
+    ``norm`` is the input norm, with its own parameters or others; ``add_attention`` the output bias and the residual
+    connection; ``second_half`` Megatron's norm, MLP and residual connection of [t, b, hidden]; ``second_half_backward``
+    begins its backward from the needs of ``mlp_parameters``. ``tiles`` are those of the second half, ``norm_tiles``
+    those of the input norm.
+    """
+
+    attention: AttentionCall
+    norm: Callable[[Tensor, Any], Tensor]
+    norm_parameters: tuple[Tensor, ...]
+    proj_bias: Tensor | None
+    add_attention: Callable[[Tensor, Tensor], Tensor]
+    second_half: Callable[[Tensor], Tensor]
+    second_half_backward: Callable[[list[bool]], Any]
+    mlp_parameters: tuple[Tensor, ...]
+    tiles: Tiles
+    norm_tiles: Tiles
+
+    def parameters(self) -> list[Tensor | None]:
+        """Inputs of the node, in the order of its gradients."""
+        weights = self.attention.weights()
+        elementwise = self.attention.elementwise.parameters
+        return [*self.norm_parameters, *weights, *elementwise, self.proj_bias, *self.mlp_parameters]
+
+    def attend(self, x: Tensor) -> DeviceAttention:
+        """The first half before its output projection. Collective."""
+        call = self.attention
+        return attention_forward(self.attention_input(x), call.weights(), call.elementwise, call.plan)
+
+    def finish(self, x: Tensor, kept: KeptAttention) -> Tensor:
+        """The layer's output [s/TP, b, hidden] from its input and attention. Collective over tensor parallelism."""
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for rows, hidden in self.hidden(x, kept):
+            y[rows] = self.second_half(hidden)
+        return y
+
+    def hidden(self, x: Tensor, kept: KeptAttention) -> Iterator[tuple[slice, Tensor]]:
+        """Tile by tile the hidden state after attention. Collective over tensor parallelism."""
+        call = self.attention
+        pieces = kept.rows(self.tiles.gathered())
+        for rows in self.tiles.rows():
+            out = next(pieces)
+            if call.plan.output_gate:
+                normed = AttentionInput(call.gather(self.norm(x[rows], None)))
+                out = gate_output(normed, out, call.weights(), call.plan)
+            out = call.project(out)
+            yield rows, self.add_attention(out, x[rows])
+
+    def attention_input(self, x: Tensor) -> AttentionInput:
+        """The normed input; as a whole only where sequence parallelism has to gather it."""
+        if self.norm_tiles.shards > 1:
+            return AttentionInput(self.attention.gather(self.norm(x, None)))
+        return AttentionInput(x, lambda rows: self.norm(rows, None), self.norm_tiles.size)
+
+    def split_needs(self, needs: list[bool], needs_x: bool) -> Needs:
+        """``ctx.needs_input_grad`` of ``parameters()``, by part."""
+        rest = iter(needs)
+        norm = [next(rest) for _ in self.norm_parameters]
+        qkv, qkv_bias, proj = (next(rest) for _ in range(3))
+        elementwise = tuple(next(rest) for _ in self.attention.elementwise.parameters)
+        attention = AttentionNeeds(needs_x or any(norm), qkv, qkv_bias, proj, elementwise)
+        return Needs(norm, attention, proj_bias=next(rest), mlp=list(rest))
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    norm: list[bool]
+    attention: AttentionNeeds
+    proj_bias: bool
+    mlp: list[bool]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a layer keeps for backward, and where; the same on all ranks of a pipeline stage.
+
+    ``frees_input``: the layer's input, received from the pipeline stage before, is read by nobody else; its memory is
+    given up once the store has it.
+    """
+
+    store: HostStore | None
+    keep_attention: bool
+    checkpoint_every: int
+    prefetch: str
+    frees_input: bool
+
+    def prefetches(self, x: Tensor) -> bool:
+        """Whether the next layer's input, as large as ``x``, is fetched during this layer's attention backward."""
+        if self.store is None or self.prefetch == "off":
+            return False
+        if self.prefetch == "on" or x.device.type != "cuda":
+            return self.prefetch == "on"
+        unused = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
+        return unused + torch.cuda.mem_get_info(x.device)[0] > SPARE_FOR_PREFETCH * x.nbytes
+
+
+SPARE_FOR_PREFETCH = 4  # of a layer's input: the fetched one, and three in which attention backward grows
+_chain = Chain()
+
+
+class UPipeLayerFunction(torch.autograd.Function):
+    """``apply(grad_enabled, call, policy, x, *call.parameters())`` -> y [s/TP or s, b, hidden]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad_enabled: bool, call: LayerCall, policy: Policy, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        # Grad mode is off in here whatever the caller's is, hence the argument.
+        kept = call.attend(x)
+        y = call.finish(x, kept)
+        if grad_enabled:
+            waiting = Waiting(call, policy.store)
+            if not _chain.join(waiting, x, policy.checkpoint_every):
+                waiting.keep_input(x)
+                if policy.frees_input:
+                    x.untyped_storage().resize_(0)
+            if policy.keep_attention:
+                waiting.keep_attention(kept)
+            _chain.ran(waiting, y)
+            ctx.waiting, ctx.policy = waiting, policy
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple:
+        waiting: Waiting = ctx.waiting
+        call: LayerCall = waiting.steps
+        _, _, _, needs_x, *needs = ctx.needs_input_grad
+        # the same memory serves for the gradient of the hidden state, if this node alone holds it
+        alone = dy.is_contiguous() and _held_alone() == _holders(dy)
+        dhidden = dy if alone else dy.clone(memory_format=torch.contiguous_format)
+        del dy
+        x = waiting.input()
+        kept = waiting.attention(x)
+        wanted = call.split_needs(needs, needs_x)
+        second_half = call.second_half_backward(wanted.mlp)
+        dbias = WeightGradient(call.proj_bias, fuse=False, summed=True) if wanted.proj_bias else None
+        for rows, hidden in call.hidden(x, kept):
+            dhidden[rows] = second_half.tile(hidden, dhidden[rows])
+            if dbias is not None:
+                dbias.add(dhidden[rows].sum((0, 1), dtype=accumulation_dtype(dhidden.dtype)))
+            del hidden
+        if ctx.policy.prefetches(x):
+            waiting.prefetch_before()
+        attention = attention_backward(
+            call.attention.gather(dhidden),
+            call.attention_input(x),
+            kept,
+            call.attention.weights(),
+            call.attention.elementwise,
+            call.attention.plan,
+            wanted.attention,
+        )
+        waiting.release()
+        dnorm = ElementwiseGradient(call.norm_parameters, wanted.norm)
+        dx = None
+        if attention.x is not None:
+            dx = call.attention.reduce_input(attention.x)
+            for rows in call.norm_tiles.rows():
+                dx[rows] = dnorm.through(call.norm, x[rows], dx[rows]).add_(dhidden[rows])
+        weights = (attention.qkv, attention.qkv_bias, attention.proj)
+        proj_bias = dbias and dbias.result()
+        gradients = (*dnorm.result(), *weights, *attention.elementwise, proj_bias, *second_half.result())
+        return None, None, None, dx if needs_x else None, *gradients
+
+
+def _holders(gradient: Tensor) -> tuple[int, int, int]:
+    """How often a gradient is held: autograd hands the same tensor to several nodes, which must not see it change."""
+    storage = gradient.untyped_storage()
+    return gradient._use_count(), sys.getrefcount(gradient), torch._C._storage_Use_Count(storage._cdata)
+
+
+class _Probe(torch.autograd.Function):
+    """For ``_held_alone``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: list) -> Tensor:
+        ctx.found = found
+        return x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple:
+        ctx.found.append(_holders(dy))
+        return dy.clone(), None
+
+
+@cache
+def _held_alone() -> tuple[int, int, int] | None:
+    """What ``_holders`` says in the backward of a node that alone holds its gradient; None where it cannot be known."""
+    if not hasattr(Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):  # older torch
+        return None
+    found: list[tuple[int, int, int]] = []
+    with torch.enable_grad():
+        leaf = torch.ones(1, requires_grad=True)
+        torch.autograd.grad((_Probe.apply(leaf, found) * 2).sum(), leaf)
+    return found[0]

@@ -1,0 +1,78 @@
+"""A layer's submodules with UPipe's self-attention and linears in the places of Megatron's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from megatron_upipe.attention.linears import UPipeColumnParallelLinear, UPipeRowParallelLinear
+from megatron_upipe.attention.module import UPipeSelfAttention
+from megatron_upipe.errors import UPipeError
+
+# TransformerEngine's specs fuse norms into the linears behind them; UPipe keeps them apart. In a torch_dist checkpoint
+# both write the norm under the fused name.
+_INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def replace_submodules(spec: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
+    """``spec`` with UPipe's self-attention, and its linears in a dense MLP. Raises UPipeError for other attentions."""
+    attention = spec.self_attention
+    kind = attention.module if isinstance(attention, ModuleSpec) else attention
+    if kind is UPipeSelfAttention:
+        return spec
+    cross = spec.cross_attention
+    if cross is not IdentityOp:
+        name = getattr(getattr(cross, "module", cross), "__name__", str(cross))
+        raise UPipeError(f"{name} as cross-attention is not supported by UPipe; use decoder layers without it")
+    if kind is not SelfAttention or not isinstance(attention, ModuleSpec):
+        name = getattr(kind, "__name__", str(kind))
+        raise UPipeError(f"{name} is not supported by UPipe; use Megatron's SelfAttention (multi-head or grouped)")
+    linears = {"linear_qkv": UPipeColumnParallelLinear, "linear_proj": UPipeRowParallelLinear}
+    upipe = ModuleSpec(
+        module=UPipeSelfAttention,
+        params=dict(attention.params),
+        submodules=replace(attention.submodules, **linears),
+        metainfo=dict(attention.metainfo),
+    )
+    changes: dict[str, Any] = {"self_attention": upipe}
+    keys = dict(spec.sharded_state_dict_keys_map)
+    if spec.input_layernorm is IdentityOp:
+        changes["input_layernorm"] = _fused_norm(attention.submodules.linear_qkv, "linear_qkv")
+        keys |= _INPUT_NORM_KEYS
+    dense = _dense_mlp(spec.mlp)
+    if dense is not None:
+        linears = {"linear_fc1": UPipeColumnParallelLinear, "linear_fc2": UPipeRowParallelLinear}
+        changes["mlp"] = partial(
+            MLP.as_mlp_submodule, **{**dense, "submodules": replace(dense["submodules"], **linears)}
+        )
+        if spec.pre_mlp_layernorm is IdentityOp:
+            changes["pre_mlp_layernorm"] = _fused_norm(dense["submodules"].linear_fc1, "linear_fc1")
+            keys |= _MLP_NORM_KEYS
+    return replace(spec, **changes, sharded_state_dict_keys_map=keys)
+
+
+def _dense_mlp(mlp: Any) -> dict[str, Any] | None:
+    """The arguments of a dense MLP's spec, in either of the ways Megatron writes it; None for another MLP."""
+    if isinstance(mlp, ModuleSpec):
+        return {**mlp.params, "submodules": mlp.submodules} if mlp.module is MLP else None
+    if isinstance(mlp, partial) and mlp.func == MLP.as_mlp_submodule and not mlp.args:
+        return mlp.keywords
+    return None
+
+
+def _fused_norm(linear: Any, place: str) -> Any:
+    """The norm that ``linear`` contains in a spec without a norm before it."""
+    name = getattr(linear, "__name__", str(linear))
+    if "LayerNorm" not in name:
+        raise UPipeError(f"the spec has no norm before {place}, neither of its own nor in it ({name}); give it one")
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
