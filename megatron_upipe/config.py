@@ -21,6 +21,8 @@ STORES = ("none", "host")
 PREFETCH_MODES = ("auto", "on", "off")
 # Megatron's fp32 RoPE angles are off by an error that grows with the position (see attention/rotary.py).
 EXACT_ROPE_FROM = 128 * 1024
+# Parts of a layer of which UPipe keeps nothing for backward.
+RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe")
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,23 @@ _MODEL = (
     _Refusal("overlap_moe_expert_parallel_comm", bool, "--overlap-moe-expert-parallel-comm", "leave it out"),
     _Refusal("fp8", bool, "--fp8-format", "leave it out"),
     _Refusal("fp4", bool, "--fp4-format", "leave it out"),
-    _Refusal("cpu_offloading", bool, "--cpu-offloading-num-layers", "leave it out"),
-    _Refusal("fine_grained_activation_offloading", bool, "--fine-grained-activation-offloading", "leave it out"),
+    _Refusal("cpu_offloading", bool, "--cpu-offloading-num-layers", "use --upipe-offload host"),
+    _Refusal(
+        "fine_grained_activation_offloading",
+        bool,
+        "--fine-grained-activation-offloading",
+        "use --upipe-offload host",
+    ),
+    _Refusal("mlp_chunks_for_training", lambda v: v > 1, "--mlp-chunks-for-training", "use --upipe-mlp-tile-tokens"),
+    _Refusal("moe_input_jitter_eps", bool, "--moe-input-jitter-eps", "leave it out"),
+    _Refusal("moe_router_force_load_balancing", bool, "--moe-router-force-load-balancing", "leave it out"),
+    _Refusal("fused_residual_rmsnorm", bool, "--fused-residual-rmsnorm", "leave it out"),
+    _Refusal(
+        "recompute_granularity",
+        lambda v: v == "full",
+        "--recompute-granularity",
+        "UPipe recomputes by itself; use --upipe-keep-attention 0 to keep layer inputs only",
+    ),
 )
 
 # Attributes of Megatron's arguments only.
@@ -160,10 +177,11 @@ def check_model(config: Any, training: bool = False) -> None:
             raise UPipeError(f"{shown} is not supported by UPipe with context parallelism; {rule.instead}")
     if getattr(config, "recompute_granularity", None) == "selective":
         modules = getattr(config, "recompute_modules", None) or ["core_attn"]  # Megatron's default
-        if "core_attn" in modules:
+        useless = [module for module in modules if module in RECOMPUTED]
+        if useless:
             raise UPipeError(
-                "--recompute-granularity selective with --recompute-modules core_attn (the default) does nothing under "
-                "UPipe, which recomputes by itself; name other modules, for example mlp, or use full"
+                f"--recompute-modules {' '.join(useless)} (core_attn is the default) does nothing under UPipe, which "
+                "recomputes by itself; leave --recompute-granularity out, or see --upipe-keep-attention"
             )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_upipe.config import ROPE_MODES
+from megatron_upipe.config import PREFETCH_MODES, ROPE_MODES, STORES
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
 from megatron_upipe.integration.symbols import Replacement
@@ -66,6 +66,43 @@ def add_upipe_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=ROPE_MODES,
         help="RoPE angles: stock (Megatron's fp32 table, the default below 128K tokens) or exact (fp64, the default "
         "from 128K on)",
+    )
+    group.add_argument(
+        "--upipe-keep-attention",
+        metavar="{0..layers|all}",
+        help="layers, of the whole model, that keep their attention output for backward (default all); the others "
+        "compute attention a second time there, as the paper does",
+    )
+    group.add_argument(
+        "--upipe-offload",
+        choices=STORES,
+        help="where layer inputs and kept attention wait for backward: none, on the device (the default), or host, in "
+        "pinned host memory",
+    )
+    group.add_argument(
+        "--upipe-prefetch",
+        choices=PREFETCH_MODES,
+        help="with --upipe-offload host, fetch a layer's input one layer ahead, which costs its size once more on the "
+        "device: auto (the default) does so where the device has room",
+    )
+    group.add_argument(
+        "--upipe-checkpoint-every",
+        type=int,
+        metavar="K",
+        help="keep the input of every K-th layer only (default 1) and run forward again from there; for when even the "
+        "layer inputs do not fit",
+    )
+    group.add_argument(
+        "--upipe-mlp-tile-tokens",
+        type=int,
+        metavar="N",
+        help="tokens that go through the MLP at a time, forward and backward (default 4096)",
+    )
+    group.add_argument(
+        "--upipe-loss-tile-tokens",
+        type=int,
+        metavar="N",
+        help="tokens whose logits exist at a time (default 1024); 0 is Megatron's own loss, all logits at once",
     )
     group.add_argument(
         "--upipe-metrics",

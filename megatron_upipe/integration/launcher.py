@@ -83,7 +83,7 @@ def install(force_cpu: bool = False) -> None:
     """
     import torch
 
-    from megatron_upipe.integration import cpu, flags, metrics, startup, upipe_spec
+    from megatron_upipe.integration import cpu, flags, gpt_model, metrics, startup, upipe_spec
     from megatron_upipe.integration.symbols import registry
 
     if not force_cpu and not torch.cuda.is_available():
@@ -98,6 +98,7 @@ def install(force_cpu: bool = False) -> None:
         [
             *startup.replacements(),
             *flags.replacements(),
+            *gpt_model.replacements(),
             *metrics.replacements(),
             *upipe_spec.replacements(),
         ],

@@ -19,12 +19,24 @@ from megatron_upipe.config import (
     check_parallelism,
 )
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.integration.host_memory import check_host_memory
 from megatron_upipe.integration.symbols import Replacement
 
 SPEC = "megatron_upipe.layer_specs"
 
 # attribute of the arguments -> flag; without the spec they would do nothing
-UPIPE_FLAGS = {"upipe_heads_per_stage": "--upipe-heads-per-stage", "upipe_rope": "--upipe-rope"}
+UPIPE_FLAGS = {
+    "upipe_heads_per_stage": "--upipe-heads-per-stage",
+    "upipe_rope": "--upipe-rope",
+    "upipe_keep_attention": "--upipe-keep-attention",
+    "upipe_offload": "--upipe-offload",
+    "upipe_prefetch": "--upipe-prefetch",
+    "upipe_checkpoint_every": "--upipe-checkpoint-every",
+    "upipe_mlp_tile_tokens": "--upipe-mlp-tile-tokens",
+    "upipe_loss_tile_tokens": "--upipe-loss-tile-tokens",
+}
+# these are about layers that UPipe computes, which it does with several context-parallel ranks only
+LAYER_FLAGS = [name for name in UPIPE_FLAGS if name not in ("upipe_rope", "upipe_loss_tile_tokens")]
 
 
 def wants_upipe(args: Namespace) -> bool:
@@ -83,10 +95,11 @@ def check_upipe(args: Namespace) -> None:
         sequence_length=args.seq_length,
         sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
     )
-    if args.context_parallel_size == 1:
-        return
     if args.use_rotary_position_embeddings:  # Megatron's older way to say it
         args.position_embedding_type = "rope"
+    _check_memory_flags(args)
+    if args.context_parallel_size == 1:
+        return
     if args.recompute_activations:
         args.recompute_granularity = "selective"
     check_model(args, training=True)
@@ -98,6 +111,58 @@ def check_upipe(args: Namespace) -> None:
     if args.create_attention_mask_in_dataloader:
         args.create_attention_mask_in_dataloader = False
         _say("--no-create-attention-mask-in-dataloader set; UPipe masks by itself")
+
+
+def _check_memory_flags(args: Namespace) -> None:
+    for name in LAYER_FLAGS:
+        if args.context_parallel_size == 1 and getattr(args, name) is not None:
+            raise UPipeError(
+                f"{UPIPE_FLAGS[name]} does nothing with --context-parallel-size 1, where Megatron's own layers run; "
+                "leave it out"
+            )
+    upipe_config(args)  # checks each value by itself
+    keep, layers = keep_attention(args), args.num_layers
+    if keep is not None and layers is not None and keep > layers:
+        raise UPipeError(
+            f"--upipe-keep-attention {keep} is more than the {layers} layers; the most is {layers} (or all)"
+        )
+    if layers is not None and (args.upipe_checkpoint_every or 1) > layers:
+        raise UPipeError(
+            f"--upipe-checkpoint-every {args.upipe_checkpoint_every} is more than the {layers} layers; the most is "
+            f"{layers}"
+        )
+    if args.upipe_prefetch is not None and args.upipe_offload != "host":
+        raise UPipeError(f"--upipe-prefetch {args.upipe_prefetch} does nothing without --upipe-offload host; add that")
+    if not loss_tile_tokens(args):
+        return
+    if args.cross_entropy_loss_fusion:
+        raise UPipeError(
+            f"--cross-entropy-loss-fusion does nothing with --upipe-loss-tile-tokens {loss_tile_tokens(args)}, which "
+            "never makes all logits; leave one out"
+        )
+    if args.defer_embedding_wgrad_compute:
+        raise UPipeError(
+            "--defer-embedding-wgrad-compute does not work with the tiled loss; leave it out, or add "
+            "--upipe-loss-tile-tokens 0"
+        )
+
+
+def keep_attention(args: Namespace) -> int | None:
+    """Layers that keep their attention; None is all. Raises UPipeError."""
+    given = args.upipe_keep_attention
+    if given is None or given == "all":
+        return None
+    if not given.isdecimal():
+        raise UPipeError(f"--upipe-keep-attention {given} is neither a number of layers nor all; use 0 or all")
+    return int(given)
+
+
+def loss_tile_tokens(args: Namespace) -> int:
+    """As given; without the flag UPipe's default under context parallelism, unless Megatron's fused loss is wanted."""
+    if args.upipe_loss_tile_tokens is not None:
+        return args.upipe_loss_tile_tokens
+    stock = args.context_parallel_size == 1 or args.cross_entropy_loss_fusion or args.defer_embedding_wgrad_compute
+    return 0 if stock else UPipeConfig.loss_tile_tokens
 
 
 def _say(sentence: str) -> None:
@@ -121,14 +186,28 @@ def upipe_config(args: Namespace) -> UPipeConfig:
         )
     long = (args.seq_length or 0) >= EXACT_ROPE_FROM
     rope = args.upipe_rope or ("exact" if long and rotary is not None else "stock")
-    return UPipeConfig(heads_per_stage=args.upipe_heads_per_stage, rope=rope, rotary=rotary)
+    given = {
+        name: getattr(args, f"upipe_{name}")
+        for name in ("offload", "prefetch", "checkpoint_every", "mlp_tile_tokens")
+        if getattr(args, f"upipe_{name}") is not None
+    }
+    return UPipeConfig(
+        heads_per_stage=args.upipe_heads_per_stage,
+        rope=rope,
+        rotary=rotary,
+        keep_attention=keep_attention(args),
+        loss_tile_tokens=loss_tile_tokens(args),
+        **given,
+    )
 
 
-def check_layers(model: list) -> None:
-    """Raises UPipeError unless every self-attention in the model is UPipe's."""
+def check_layers(args: Namespace, model: list) -> None:
+    """Raises UPipeError unless every self-attention is UPipe's, and every layer if flags are about them."""
     from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron_upipe.attention.module import UPipeSelfAttention
+    from megatron_upipe.layers.transformer_layer import UPipeTransformerLayer
 
     attentions = [(n, m) for chunk in model for n, m in chunk.named_modules() if isinstance(m, Attention)]
     others = [(name, type(m).__name__) for name, m in attentions if not isinstance(m, UPipeSelfAttention)]
@@ -138,6 +217,11 @@ def check_layers(model: list) -> None:
             f"--spec asks for UPipe but {len(others)} of {len(attentions)} attention layers are not UPipe, the first "
             f"{name} ({kind}); check the log above for a spec that failed to import"
         )
+    given = [UPIPE_FLAGS[name] for name in LAYER_FLAGS[1:] if getattr(args, name) is not None]
+    layers = [type(m).__name__ for chunk in model for m in chunk.modules() if isinstance(m, TransformerLayer)]
+    foreign = [kind for kind in layers if kind != UPipeTransformerLayer.__name__]
+    if given and foreign:
+        raise UPipeError(f"{given[0]} needs UPipe's own layer, but the spec builds {foreign[0]}; leave the flag out")
 
 
 def _with_upipe_config(original: Callable) -> Callable:
@@ -155,8 +239,13 @@ def _checked(original: Callable) -> Callable:
         from megatron.training import get_args
 
         result = original(*args, **kwargs)
-        if wants_upipe(get_args()):
-            check_layers(result[0])
+        settings = get_args()
+        if wants_upipe(settings):
+            check_layers(settings, result[0])
+            if settings.upipe_offload == "host":
+                check_host_memory(settings, result[0])
+            if settings.context_parallel_size > 1:
+                _say(f"{upipe_config(settings).describe()}")
         return result
 
     return setup_model_and_optimizer

@@ -48,7 +48,7 @@ class UPipeTransformerLayer(TransformerLayer):
         first = get_transformer_layer_offset(config, vp_stage, stage)
         layers = get_num_layers_to_build(config, vp_stage, stage)
         index = self.layer_number - 1
-        self._keeps = keeps_attention(self.upipe.keep_attention, config.num_layers, first, layers, index)
+        self.keeps = keeps_attention(self.upipe.keep_attention, config.num_layers, first, layers, index)
         receives = stage > 0 or bool(vp_stage)
         self._frees_input = receives and index == first and self.upipe.offload == "host"
 
@@ -72,7 +72,7 @@ class UPipeTransformerLayer(TransformerLayer):
         call = self._call(hidden_states, rotary_pos_emb, padding_mask)
         policy = Policy(
             store=host_store(hidden_states.device) if self.upipe.offload == "host" else None,
-            keep_attention=self._keeps,
+            keep_attention=self.keeps,
             checkpoint_every=self.upipe.checkpoint_every,
             prefetch=self.upipe.prefetch,
             frees_input=self._frees_input,

@@ -1,0 +1,58 @@
+"""Whether the host store will fit, asked before the first step."""
+
+from __future__ import annotations
+
+import socket
+from argparse import Namespace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_upipe.memory.host_need import WaitingBytes, available_bytes, check_hosts, store_bytes, waiting_bytes
+
+
+def check_host_memory(args: Namespace, model: list[Any]) -> None:
+    """Raises UPipeError on all ranks if a host has too little memory for its ranks' stores. Collective."""
+    needed = host_store_bytes(args, model)
+    needs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(needs, (socket.gethostname(), needed, available_bytes()))
+    check_hosts(needs)
+
+
+def host_store_bytes(args: Namespace, model: list[Any]) -> int:
+    """What this rank's store will hold at most. Not collective."""
+    from megatron_upipe.layers.transformer_layer import UPipeTransformerLayer
+
+    chunks = [[m for m in chunk.modules() if isinstance(m, UPipeTransformerLayer)] for chunk in model]
+    in_flight = micro_batches_in_flight(args, len(model))
+    return max(
+        (
+            store_bytes(_layer_bytes(args, layers[0]), [m.keeps for m in layers], m.upipe.checkpoint_every, in_flight)
+            for layers in chunks
+            for m in layers[:1]
+        ),
+        default=0,
+    )
+
+
+def micro_batches_in_flight(args: Namespace, model_chunks: int) -> int:
+    """How many forward passes of a model chunk wait for backward at most, from Megatron's pipeline schedule."""
+    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+
+    micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    total, _, warmup, _ = get_pp_rank_microbatches(micro_batches, model_chunks, group)
+    return min(total, warmup + 1)
+
+
+def _layer_bytes(args: Namespace, layer: Any) -> WaitingBytes:
+    attention = layer.self_attention
+    return waiting_bytes(
+        tokens=args.seq_length // args.context_parallel_size,
+        micro_batch=args.micro_batch_size,
+        hidden=args.hidden_size,
+        heads=attention.num_attention_heads_per_partition,
+        head_dim=attention.hidden_size_per_attention_head,
+        shards=attention.shards,
+        itemsize=args.params_dtype.itemsize,
+    )
