@@ -41,7 +41,19 @@ class Grid:
     distributed_optimizer: bool
     overlap: bool
     frozen: bool  # linear_qkv of the first layer is
+    activation: str  # swiglu, gelu, squared relu
+    keep_attention: int | None
+    offload: str
+    prefetch: str
+    checkpoint_every: int
+    mlp_tile_tokens: int
+    loss_tile_tokens: int
     seed: int
+    precise: bool = False  # everything in fp64, gradients only
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.p * self.r * self.pp * self.dp
 
     @property
     def length(self) -> int:
@@ -91,6 +103,13 @@ def draw(seed: int) -> Grid:
             distributed_optimizer=rng.random() < 0.6,
             overlap=rng.random() < 0.5,
             frozen=rng.random() < 0.2,
+            activation=rng.choice(("swiglu", "swiglu", "gelu", "squared relu")),
+            keep_attention=rng.choice((None, 0, 1)),
+            offload=rng.choice(("none", "host")),
+            prefetch=rng.choice(("off", "on")),
+            checkpoint_every=rng.choice((1, 1, 2)),
+            mlp_tile_tokens=rng.choice((1, 7, 20, 4096)),
+            loss_tile_tokens=rng.choice((0, 1, 9, 1024)),
             seed=seed,
         )
         try:

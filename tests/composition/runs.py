@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from composition.grids import Grid
 from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -17,6 +20,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_upipe.config import UPipeConfig
+from megatron_upipe.layers.output import tiled_losses
+from megatron_upipe.memory.host_store import host_store
 
 VOCABULARY = 32
 STEPS = 3
@@ -30,6 +35,7 @@ class Run(NamedTuple):
     gradients: dict[str, torch.Tensor]  # after the first finalize
     norms: list[float]
     final: dict[str, torch.Tensor]  # parameters after three optimizer steps
+    losses: list[torch.Tensor]  # of every token, [b, s], of the first step's micro-batches in order
 
 
 def reference(rank: int, grid: Grid) -> Run:
@@ -53,12 +59,17 @@ def compare(rank: int, grid: Grid, wanted: Run) -> dict[str, float]:
     models = _models(grid, upipe=True)
     found = _train(grid, models, grid.distributed_optimizer, grid.overlap, wanted.initial)
     errors = {}
+    if found.losses:  # only the last pipeline stage has any
+        first = parallel_state.get_data_parallel_rank() * grid.micro_batches
+        for index, losses in enumerate(found.losses):
+            part = _on_this_rank({"losses": wanted.losses[first + index]})["losses"]
+            errors[f"losses {index}"] = ((losses - part).abs().max() / part.abs().max()).item()
     for kind, mine, whole in (("gradient", found.gradients, wanted.gradients), ("final", found.final, wanted.final)):
         for name, value in mine.items():
             if name not in whole:
                 raise AssertionError(f"{kind} of {name} is unexpected")
             part = _shard(name, whole[name], grid)
-            scale = whole[name].abs().max().clamp_min(1e-6)
+            scale = whole[name].abs().max().clamp_min(1e-15 if grid.precise else 1e-6)
             errors[f"{kind} {name}"] = ((value - part).abs().max() / scale).item()
     for step, (norm, want) in enumerate(zip(found.norms, wanted.norms, strict=True)):
         errors[f"norm {step}"] = abs(norm - want) / want
@@ -76,6 +87,8 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
             hierarchical_context_parallel_sizes=[grid.p, grid.r],
             sequence_parallel=grid.sequence_parallel,
         )
+        if grid.virtual:  # Megatron asks for it on two stages: with batched exchange, messages of one pair mix
+            parallel |= dict(overlap_p2p_comm=True, batch_p2p_comm=False)
     config = TransformerConfig(
         num_layers=grid.layers,
         hidden_size=HIDDEN,
@@ -83,8 +96,8 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
         num_attention_heads=grid.heads,
         num_query_groups=grid.kv_heads,
         kv_channels=grid.head_dim,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        params_dtype=_dtype(grid),
+        pipeline_dtype=_dtype(grid),
         use_cpu_initialization=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -94,8 +107,8 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
         attention_output_gate=grid.gate,
         rotary_interleaved=grid.interleaved,
         normalization="LayerNorm" if grid.layer_norm else "RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=grid.activation == "swiglu",
+        activation_func=_ACTIVATIONS[grid.activation],
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -105,7 +118,15 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
         calculate_per_token_loss=True,
         **parallel,
     )
-    config.upipe = UPipeConfig(heads_per_stage=grid.heads_per_stage)
+    config.upipe = UPipeConfig(
+        heads_per_stage=grid.heads_per_stage,
+        keep_attention=grid.keep_attention,
+        offload=grid.offload,
+        prefetch=grid.prefetch,
+        checkpoint_every=grid.checkpoint_every,
+        mlp_tile_tokens=grid.mlp_tile_tokens,
+        loss_tile_tokens=grid.loss_tile_tokens,
+    )
     return config
 
 
@@ -133,7 +154,7 @@ def _models(grid: Grid, upipe: bool, stock_spec: bool | None = None) -> list[tor
                 share_embeddings_and_output_weights=grid.tied,
                 position_embedding_type="rope",
                 vp_stage=chunk if chunks > 1 else None,
-            )
+            ).to(_dtype(grid))
         )
     return models
 
@@ -145,7 +166,7 @@ def _train(grid: Grid, models: list, distributed_optimizer: bool, overlap: bool,
     for model, chunk_names in zip(models, names, strict=True):
         _prepare(model, chunk_names, grid, initial)
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=not grid.precise,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and distributed_optimizer,
         use_distributed_optimizer=distributed_optimizer,
@@ -158,29 +179,34 @@ def _train(grid: Grid, models: list, distributed_optimizer: bool, overlap: bool,
         config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
         if ddp.overlap_param_gather and len(wrapped) > 1:
             config.param_sync_func = [w.start_param_sync for w in wrapped]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-2,
-            adam_eps=1e-3,  # steps follow the gradient's size, not the sign of its rounding
-            weight_decay=0.01,
-            clip_grad=0.5,
-            params_dtype=torch.float32,
-            use_distributed_optimizer=distributed_optimizer,
-            overlap_param_gather=ddp.overlap_param_gather,
-        ),
-        wrapped,
-        use_gloo_process_groups=False,
+    optimizer = (
+        None
+        if grid.precise
+        else get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                adam_eps=1e-3,  # steps follow the gradient's size, not the sign of its rounding
+                weight_decay=0.01,
+                clip_grad=0.5,
+                params_dtype=torch.float32,
+                use_distributed_optimizer=distributed_optimizer,
+                overlap_param_gather=ddp.overlap_param_gather,
+            ),
+            wrapped,
+            use_gloo_process_groups=False,
+        )
     )
     gradients: dict[str, torch.Tensor | None] = {}
-    norms = []
-    for step in range(STEPS):
+    norms, all_losses = [], []
+    for step in range(1 if grid.precise else STEPS):
         for w in wrapped:
             w.zero_grad_buffer()
-        optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.zero_grad()
         iterators = [_batches(grid, step) for _ in wrapped]
         get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=partial(_forward_step, grid, initial is None, all_losses if step == 0 else []),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=wrapped if len(wrapped) > 1 else wrapped[0],
             num_microbatches=grid.micro_batches * (1 if initial is not None else grid.dp),
@@ -190,13 +216,16 @@ def _train(grid: Grid, models: list, distributed_optimizer: bool, overlap: bool,
         )
         if step == 0:
             gradients = _gradients(wrapped, names, distributed_optimizer)
-        _, norm, _ = optimizer.step()
-        norms.append(float(norm))
+        if optimizer is not None:
+            _, norm, _ = optimizer.step()
+            norms.append(float(norm))
     if ddp.overlap_param_gather:
         for w in wrapped:
             w.start_param_sync(force_sync=True)
     final = {n: p.detach().clone() for c in names for p, n in c.items()}
-    return Run(start, {k: v for k, v in gradients.items() if v is not None}, norms, final)
+    in_use = host_store(torch.device("cpu")).in_use
+    assert in_use == 0, f"{in_use} slots of the host store are in use after the last step"
+    return Run(start, {k: v for k, v in gradients.items() if v is not None}, norms, final, all_losses)
 
 
 # Megatron's linear with a frozen weight gives its bias no gradient, so both are frozen.
@@ -213,6 +242,7 @@ def _prepare(model: torch.nn.Module, names: dict, grid: Grid, initial: dict | No
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             if grid.frozen and name in _FROZEN:
                 parameter.requires_grad_(False)
+    model.config.gradient_accumulation_fusion = grid.fuse  # Megatron's own linears have read it, and need Apex for it
     for module in model.modules():
         if hasattr(module, "plan"):
             object.__setattr__(module.plan, "fuse_weight_gradients", grid.fuse)
@@ -223,7 +253,7 @@ def _gradients(wrapped: list, names: list[dict], distributed_optimizer: bool) ->
     if distributed_optimizer:
         _gather_shards(wrapped)
     return {
-        name: parameter.main_grad.detach().clone().float() if parameter.requires_grad else None
+        name: parameter.main_grad.detach().clone() if parameter.requires_grad else None
         for chunk in names
         for parameter, name in chunk.items()
     }
@@ -260,20 +290,52 @@ def _batches(grid: Grid, step: int):
                 "attention_mask": None,
                 "position_ids": torch.arange(grid.length).expand(shape).contiguous(),
             }
-            yield get_batch_on_this_cp_rank(
-                batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
-            )
+            yield _on_this_rank(batch)
 
 
-def _forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple:
+def _on_this_rank(batch: dict) -> dict:
+    """This context-parallel rank's tokens of [b, s, ...] tensors."""
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+
+
+def _forward_step(
+    grid: Grid, stock: bool, all_losses: list, data_iterator: Any, model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable]:
     batch = next(data_iterator)
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    processor = None if stock or not grid.loss_tile_tokens else tiled_losses
+    if stock and grid.precise:
+        processor = _precise_losses
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        output_processor=processor,
+    )
 
     def loss(losses: torch.Tensor) -> tuple:
-        mask = batch["loss_mask"].view(-1)
-        return (losses.view(-1).float() * mask).sum(), mask.sum().to(torch.int), {}
+        all_losses.append(losses.detach().clone())
+        mask = batch["loss_mask"].reshape(-1)
+        return (losses.reshape(-1) * mask).sum(), mask.sum().to(torch.int), {}
 
     return output, loss
+
+
+def _precise_losses(hidden_states: Any, output_layer: Any, output_weight: Any, labels: Any, **others: Any) -> Any:
+    """Megatron's own cross entropy is in fp32 whatever the model is in."""
+    logits, _ = output_layer(hidden_states, weight=output_weight)
+    return torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
+
+
+def _dtype(grid: Grid) -> torch.dtype:
+    return torch.float64 if grid.precise else torch.float32
+
+
+_ACTIVATIONS = {
+    "swiglu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "squared relu": squared_relu,
+}
 
 
 def _global_names(model: torch.nn.Module, grid: Grid) -> dict[torch.nn.Parameter, str]:
@@ -296,6 +358,8 @@ _SPLIT = {
     "linear_qkv.weight": 0,
     "linear_qkv.bias": 0,
     "linear_proj.weight": 1,
+    "linear_fc1.weight": 0,
+    "linear_fc1.bias": 0,
     "linear_fc2.weight": 1,
 }
 
@@ -303,7 +367,7 @@ _SPLIT = {
 def _shard(name: str, whole: torch.Tensor, grid: Grid) -> torch.Tensor:
     """This tensor-parallel rank's part."""
     rank = parallel_state.get_tensor_model_parallel_rank()
-    if "linear_fc1." in name:  # gate and up halves are split each
+    if "linear_fc1." in name and grid.activation == "swiglu":  # gate and up halves are split each
         return torch.cat([half.chunk(grid.tp)[rank] for half in whole.chunk(2)])
     for ending, dim in _SPLIT.items():
         if name.endswith(ending):

@@ -8,30 +8,31 @@ TOLERANCE = 1e-4  # fp32, relative to the largest value of the parameter
 SEEDS = range(12)
 
 
-def check(workers, seed):
+def check(workers, grid, tolerance=TOLERANCE):
     """Raises AssertionError, with the grid, if the composition does not reproduce the stock run. Returns the worst."""
-    grid = draw(seed)
     wanted = workers.run(1, runs.reference, grid)[0]
-    found = workers.run(WORLD, runs.compare, grid, wanted)
+    found = workers.run(grid.world, runs.compare, grid, wanted)
     seen = {name.split(" ", 1)[1] for errors in found for name in errors if name.startswith("gradient")}
     assert seen == set(wanted.gradients), (grid, seen ^ set(wanted.gradients))
     everything = [(value, name) for errors in found for name, value in errors.items()]
-    bad = [(value, name) for value, name in everything if not value <= TOLERANCE]  # NaN is bad
+    bad = [(value, name) for value, name in everything if not value <= tolerance]  # NaN is bad
     assert not bad, (bad[:5], grid)
     return max(everything)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_composition_equals_the_unsharded_stock_run(workers, seed):
-    check(workers, seed)
+    check(workers, draw(seed))
 
 
 def test_grids_are_the_same_everywhere_and_cover_what_matters():
     grids = [draw(seed) for seed in range(200)]
     assert grids == [draw(seed) for seed in range(200)]
-    assert all(g.tp * g.p * g.r * g.pp * g.dp == WORLD for g in grids)
+    assert all(g.world == WORLD for g in grids)
     for attribute in ("tp", "p", "r", "pp", "dp"):
         assert len({getattr(g, attribute) for g in grids}) >= 2, attribute
+    for setting in ("activation", "keep_attention", "offload", "prefetch", "checkpoint_every", "loss_tile_tokens"):
+        assert len({getattr(g, setting) for g in grids}) >= 2, setting
     for switch in ("virtual", "sequence_parallel", "bias", "gate", "tied", "fuse", "overlap", "frozen", "qk_layernorm"):
         assert {getattr(g, switch) for g in grids} == {True, False}, switch
     assert any(g.p > g.kv_heads // g.tp for g in grids), "more Ulysses ranks than KV heads"

@@ -1,0 +1,70 @@
+"""The whole model in fp64 under every policy of what waits for backward: losses and all gradients after finalize."""
+
+from dataclasses import replace
+
+import pytest
+from composition.grids import draw
+from composition.test_composition import check
+
+TOLERANCE = 1e-10
+
+# 20 tokens a rank in tiles of 3 and 4 of them (micro-batch 2); sizes pairwise different
+BASE = replace(
+    draw(0),
+    precise=True,
+    **dict(tp=1, p=2, r=1, pp=1, dp=1, virtual=False, sequence_parallel=False),
+    **dict(heads=12, kv_heads=4, heads_per_stage=2, head_dim=10, chunk=10, micro_batch=2, micro_batches=2),
+    **dict(bias=False, qkv_bias=True, qk_layernorm=True, gate=False, layer_norm=False, tied=False, interleaved=False),
+    **dict(fuse=False, distributed_optimizer=False, overlap=False, frozen=False, activation="swiglu"),
+    **dict(keep_attention=None, offload="none", prefetch="off", checkpoint_every=1),
+    **dict(mlp_tile_tokens=7, loss_tile_tokens=9),
+)
+PARALLEL = {
+    "context 2": {},
+    "ring 2": dict(p=1, r=2, heads_per_stage=3),
+    "TP 2 + sequence parallel": dict(tp=2, sequence_parallel=True, mlp_tile_tokens=12),
+    "TP 2": dict(tp=2),
+    "PP 2, 4 micro-batches": dict(pp=2, micro_batches=4),
+    "interleaved PP 2, 4 micro-batches": dict(pp=2, virtual=True, micro_batches=4),
+}
+POLICIES = {
+    "keep": {},
+    "input": dict(keep_attention=0),
+    "keep one": dict(keep_attention=1),
+    "keep on host": dict(offload="host"),
+    "input on host": dict(keep_attention=0, offload="host", prefetch="on"),
+    "every 2": dict(checkpoint_every=2, keep_attention=0),
+    "every 2, kept, on host": dict(checkpoint_every=2, offload="host"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("parallel", ["context 2", "TP 2 + sequence parallel", "PP 2, 4 micro-batches"])
+def test_every_policy(workers, parallel, policy):
+    check(workers, replace(BASE, **PARALLEL[parallel], **POLICIES[policy]), TOLERANCE)
+
+
+@pytest.mark.parametrize("parallel", ["ring 2", "TP 2", "interleaved PP 2, 4 micro-batches"])
+def test_every_layout(workers, parallel):
+    check(workers, replace(BASE, **PARALLEL[parallel], offload="host", prefetch="on", checkpoint_every=2), TOLERANCE)
+
+
+MODELS = {
+    "GELU with biases": dict(activation="gelu", bias=True, layer_norm=True),
+    "squared ReLU, tied": dict(activation="squared relu", tied=True),
+    "output gates": dict(gate=True),
+    "tied on two pipeline stages": dict(tied=True, pp=2),
+    "tied, TP 2 + sequence parallel": dict(tied=True, tp=2, sequence_parallel=True),
+    "gates, TP 2 + sequence parallel, biases": dict(gate=True, bias=True, tp=2, sequence_parallel=True),
+    "fused gradients": dict(fuse=True, bias=True),
+    "one tile": dict(mlp_tile_tokens=4096, loss_tile_tokens=4096),
+    "one row a tile": dict(mlp_tile_tokens=1, loss_tile_tokens=1),
+    "data parallel 2, distributed optimizer, overlapped": dict(dp=2, distributed_optimizer=True, overlap=True),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models(workers, model):
+    # Megatron takes the sigmoid of output gates in fp32
+    tolerance = 1e-7 if MODELS[model].get("gate") else TOLERANCE
+    check(workers, replace(BASE, keep_attention=1, **MODELS[model]), tolerance)
