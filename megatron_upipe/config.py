@@ -73,10 +73,11 @@ class UPipeConfig:
     def describe(self) -> str:
         """One line for the log: what is kept, where, and in which tiles."""
         kept = {None: "all layers", 0: "no layer"}.get(self.keep_attention, f"{self.keep_attention} layers")
+        every = "" if self.checkpoint_every == 1 else f"{_ordinal(self.checkpoint_every)} "
+        place = "in host memory" if self.offload == "host" else "on the device"
         loss = f"{self.loss_tile_tokens} tokens" if self.loss_tile_tokens else "none (Megatron's own)"
         return (
-            f"attention kept in {kept}, layer inputs of every {self.checkpoint_every}. layer, "
-            f"{'in host memory' if self.offload == 'host' else 'on the device'}; MLP tiles {self.mlp_tile_tokens} "
+            f"attention kept in {kept}, the input of every {every}layer, {place}; MLP tiles {self.mlp_tile_tokens} "
             f"tokens, loss tiles {loss}"
         )
 
@@ -239,6 +240,11 @@ def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_least(flag: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         raise UPipeError(f"{flag} {value} is too small; the least is {least}")
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _nearest_divisor(value: int, of: int) -> int:

@@ -1,11 +1,14 @@
 """What UPipe refuses, by flag, and what it takes: each refusal has its twin."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_upipe import config
-from megatron_upipe.config import RotarySettings, UPipeConfig, check_model, check_parallelism
+from megatron_upipe.config import RotarySettings, UPipeConfig, check_model, check_parallelism, keeps_attention
 from megatron_upipe.errors import UPipeError
 
 GOOD = dict(
@@ -50,6 +53,10 @@ BAD = [
     ("reset_attention_mask", True, "--reset-attention-mask is not"),
     ("reset_position_ids", True, "--reset-position-ids is not"),
     ("megatron_fsdp_enable_fine_grained_param_gather", True, "--megatron-fsdp-enable-fine-grained-param-gather is not"),
+    ("cpu_offloading", True, "--cpu-offloading-num-layers is not .*; use --upipe-offload host"),
+    ("fine_grained_activation_offloading", True, "--fine-grained-activation-offloading .*; use --upipe-offload host"),
+    ("mlp_chunks_for_training", 4, "--mlp-chunks-for-training 4 is not .*; use --upipe-mlp-tile-tokens"),
+    ("recompute_granularity", "full", "--recompute-granularity full"),
     ("use_torch_fsdp2", True, "--use-torch-fsdp2 is not .*; use --use-megatron-fsdp or"),
 ]
 
@@ -69,7 +76,8 @@ def test_takes_what_is_legal():
     check_model(settings(position_embedding_type="none", cp_comm_type=["p2p"], cuda_graph_impl="none"), training=True)
     check_model(settings(position_embedding_type="yarn", attention_output_gate=True), training=True)
     check_model(SimpleNamespace())  # attributes of other Megatron versions may be missing
-    check_model(settings(recompute_granularity="selective", recompute_modules=["mlp", "layernorm"]))
+    check_model(settings(recompute_granularity="selective", recompute_modules=["moe_act", "shared_experts"]))
+    check_model(settings(mlp_chunks_for_training=1))
 
 
 def test_every_rule_is_tried():
@@ -80,10 +88,14 @@ def test_every_rule_is_tried():
             check_model(settings(**{attribute: True}), training=True)
 
 
-def test_core_attention_recompute_is_refused():
-    for modules in (["core_attn"], None):
-        with pytest.raises(UPipeError, match=r"--recompute-modules core_attn \(the default\) does nothing under UPipe"):
+def test_recompute_that_does_nothing_is_refused():
+    for modules in (["core_attn"], None, ["moe_act", "mlp"], ["layernorm"], ["moe"]):
+        with pytest.raises(
+            UPipeError, match=r"--recompute-modules \w+ \(core_attn is the default\) does nothing under"
+        ):
             check_model(settings(recompute_granularity="selective", recompute_modules=modules))
+    with pytest.raises(UPipeError, match=r"--recompute-granularity full .* use --upipe-keep-attention 0"):
+        check_model(settings(recompute_granularity="full"))
 
 
 def parallelism(**changes):
@@ -156,3 +168,45 @@ def test_rope_modes():
         UPipeConfig(rope="fast")
     with pytest.raises(UPipeError, match="--upipe-rope exact needs the rotary settings"):
         UPipeConfig(rope="exact")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (dict(offload="disk"), "--upipe-offload disk does not exist; choose none or host"),
+        (dict(prefetch="yes"), "--upipe-prefetch yes does not exist; choose auto or on or off"),
+        (dict(keep_attention=-1), "--upipe-keep-attention -1 is too small; the least is 0"),
+        (dict(checkpoint_every=0), "--upipe-checkpoint-every 0 is too small; the least is 1"),
+        (dict(mlp_tile_tokens=0), "--upipe-mlp-tile-tokens 0 is too small; the least is 1"),
+        (dict(loss_tile_tokens=-5), "--upipe-loss-tile-tokens -5 is too small; the least is 0"),
+    ],
+)
+def test_memory_settings(setting, message):
+    with pytest.raises(UPipeError, match=message):
+        UPipeConfig(**setting)
+    UPipeConfig(offload="host", prefetch="on", keep_attention=0, checkpoint_every=1, mlp_tile_tokens=1)
+
+
+def test_description_of_what_waits():
+    assert UPipeConfig().describe() == (
+        "attention kept in all layers, the input of every layer, on the device; MLP tiles 4096 tokens, "
+        "loss tiles 1024 tokens"
+    )
+    host = UPipeConfig(keep_attention=3, checkpoint_every=2, offload="host", loss_tile_tokens=0)
+    assert "in 3 layers, the input of every 2nd layer, in host memory" in host.describe()
+    assert host.describe().endswith("loss tiles none (Megatron's own)")
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.data())
+def test_kept_layers_are_spread_over_pipeline_stages(layers, stages, data):
+    """As many as asked for, in every stage its share, and there the last ones."""
+    keep = data.draw(st.integers(0, layers))
+    cuts = sorted(data.draw(st.lists(st.integers(0, layers), min_size=stages - 1, max_size=stages - 1)))
+    kept = []
+    for first, end in itertools.pairwise([0, *cuts, layers]):
+        here = [keeps_attention(keep, layers, first, end - first, i) for i in range(first, end)]
+        assert here == sorted(here), "the last layers of the stage"
+        assert abs(sum(here) - keep * (end - first) / layers) <= 1
+        kept += here
+    assert sum(kept) == keep
+    assert keeps_attention(None, layers, 0, layers, 0)

@@ -1,0 +1,116 @@
+"""The host store by itself: order of copies, reuse, exact sizes, nothing left in use."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.memory.host_store import CpuCopies, HostStore, fetched_ahead
+
+
+class LateCopies:
+    """Copies as late as a stream may run them: each when something waits for it or for a later one, in order."""
+
+    def __init__(self):
+        self.queue = []
+
+    def to_host(self, target, source):
+        self.queue.append((target, source))
+
+    def to_device(self, target, source):
+        target.fill_(torch.nan)
+        self.queue.append((target, source))
+        mine = len(self.queue)
+        done = []
+
+        def wait():
+            if not done:
+                while self.queue:
+                    later, earlier = self.queue.pop(0)
+                    later.copy_(earlier)
+                done.append(mine)
+
+        return wait
+
+
+@pytest.mark.parametrize("copies", [CpuCopies, LateCopies])
+def test_what_is_parked_comes_back(copies):
+    store = HostStore(copies())
+    tensors = [torch.randn(7, 3), torch.randn(5, dtype=torch.float64), torch.randn(4, 2, 3).bfloat16()]
+    parked = [store.park(t) for t in tensors]
+    for _ in range(2):  # as often as one likes
+        assert all(torch.equal(p.start().wait(), t) for p, t in zip(parked, tensors, strict=True))
+    assert torch.equal(parked[0].start(slice(2, 5)).wait(), tensors[0][2:5])
+    assert (store.buffers, store.in_use, store.bytes) == (3, 3, 84 + 40 + 48)
+
+
+@pytest.mark.parametrize("copies", [CpuCopies, LateCopies])
+def test_a_view_is_parked_whole_and_contiguous(copies):
+    store, whole = HostStore(copies()), torch.randn(6, 4)
+    parked = store.park(whole.t()[1:3])
+    assert store.bytes == 2 * 6 * 4 and torch.equal(parked.start().wait(), whole.t()[1:3])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["park", "read", "release", "drop"]), st.integers(0, 5)), max_size=40))
+def test_any_order_of_use_with_late_copies(steps):
+    """A buffer is reused while its last copy may still be on the way; contents never mix."""
+    store, held, number = HostStore(LateCopies()), {}, 0
+    for action, slot in steps:
+        if action == "park":
+            number += 1
+            held[slot] = (store.park(torch.full((4,), float(number))), float(number))
+        elif slot in held:
+            parked, value = held[slot]
+            if action == "read":
+                assert parked.start().wait().tolist() == [value] * 4
+            elif action == "release":
+                parked.release()
+                held.pop(slot)
+            else:
+                held.pop(slot)
+            del parked
+    assert store.in_use == len(held) and store.buffers <= 6
+    held.clear()
+    assert store.in_use == 0
+
+
+def test_buffers_are_reused_and_given_back_once():
+    store = HostStore(CpuCopies())
+    for _ in range(5):
+        parked = store.park(torch.ones(8))
+        parked.release()
+        parked.release()
+        assert (store.buffers, store.in_use) == (1, 0)
+        with pytest.raises(RuntimeError, match="backward through the same graph twice"):
+            parked.start()
+    del parked
+    gc.collect()
+    assert store.in_use == 0
+
+
+def test_registration_and_its_failure():
+    sizes = []
+    store = HostStore(CpuCopies(), register=lambda buffer: sizes.append(buffer.numel()))
+    store.park(torch.ones(5)).release()
+    assert sizes == [20], "exact, not a power of two"
+
+    def fails(buffer):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(UPipeError, match="no pinned memory for 20 bytes more, after 0 bytes in 0 buffers"):
+        HostStore(CpuCopies(), register=fails).park(torch.ones(5))
+
+
+def test_the_next_fetch_is_on_its_way():
+    events = []
+
+    def start(i):
+        events.append(f"start {i}")
+        return lambda: events.append(f"wait {i}") or i
+
+    assert list(fetched_ahead([lambda i=i: start(i) for i in range(3)])) == [0, 1, 2]
+    assert events == ["start 0", "start 1", "wait 0", "start 2", "wait 1", "wait 2"]
