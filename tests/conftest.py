@@ -14,9 +14,9 @@ os.environ |= {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
 }
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 
-from workers import WorkerPool
+from workers import WorkerPool  # noqa: E402
 
 
 @pytest.fixture(scope="session")

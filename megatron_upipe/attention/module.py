@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -243,7 +242,10 @@ class UPipeSelfAttention(SelfAttention):
         return reduce_scatter_to_sequence_parallel_region(gradient, group=self.pg_collection.tp)
 
     def _reduce(self, gradient: Tensor) -> Tensor:
-        return reduce_from_tensor_model_parallel_region(gradient, group=self.pg_collection.tp)
+        # in place; Megatron's own function returns a view, and a gradient with a view must not be written to later
+        if self.world_size > 1:
+            torch.distributed.all_reduce(gradient, group=self.pg_collection.tp)
+        return gradient
 
 
 def refuse_arguments(attention_mask: Tensor | None, inference: Any, given: dict[str, Any]) -> None:

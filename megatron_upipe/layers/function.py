@@ -82,6 +82,39 @@ class LayerCall:
             out = call.project(out)
             yield rows, self.add_attention(out, x[rows])
 
+    def second_half_gradient(
+        self, x: Tensor, kept: KeptAttention, dhidden: Tensor, wanted: Needs
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Turns ``dhidden``, at first the gradient of the layer's output, into that of the hidden state.
+
+        In place, tile by tile. Returns the gradients of the output projection's bias and of ``mlp_parameters``.
+        Collective over tensor parallelism.
+        """
+        second_half = self.second_half_backward(wanted.mlp)
+        dbias = WeightGradient(self.proj_bias, fuse=False, summed=True) if wanted.proj_bias else None
+        for rows, hidden in self.hidden(x, kept):
+            dhidden[rows] = second_half.tile(hidden, dhidden[rows])
+            if dbias is not None:
+                dbias.add(dhidden[rows].sum((0, 1), dtype=accumulation_dtype(dhidden.dtype)))
+            del hidden
+        return dbias and dbias.result(), second_half.result()
+
+    def input_gradient(
+        self, x: Tensor, dhidden: Tensor, dnormed: Tensor | None, needs: list[bool]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients of ``x``, written over ``dnormed``, and of ``norm_parameters``. Collective over tensor parallelism.
+
+        ``dhidden`` is the gradient of the residual connection, ``dnormed`` that of the normed input before the sum over
+        tensor parallelism; None if nobody wants it.
+        """
+        dnorm = ElementwiseGradient(self.norm_parameters, needs)
+        if dnormed is None:
+            return None, dnorm.result()
+        dx = self.attention.reduce_input(dnormed)
+        for rows in self.norm_tiles.rows():
+            dx[rows] = dnorm.through(self.norm, x[rows], dx[rows]).add_(dhidden[rows])
+        return dx, dnorm.result()
+
     def attention_input(self, x: Tensor) -> AttentionInput:
         """The normed input; as a whole only where sequence parallelism has to gather it."""
         if self.norm_tiles.shards > 1:
@@ -143,18 +176,20 @@ class UPipeLayerFunction(torch.autograd.Function):
         ctx: Any, grad_enabled: bool, call: LayerCall, policy: Policy, x: Tensor, *parameters: Tensor
     ) -> Tensor:
         # Grad mode is off in here whatever the caller's is, hence the argument.
+        if not grad_enabled:
+            return call.finish(x, call.attend(x))
+        waiting = Waiting(call, policy.store)
+        linked = _chain.join(waiting, x, policy.checkpoint_every)
+        if not linked:
+            waiting.keep_input(x)  # copies to the host start early
         kept = call.attend(x)
+        if policy.keep_attention:
+            waiting.keep_attention(kept)
         y = call.finish(x, kept)
-        if grad_enabled:
-            waiting = Waiting(call, policy.store)
-            if not _chain.join(waiting, x, policy.checkpoint_every):
-                waiting.keep_input(x)
-                if policy.frees_input:
-                    x.untyped_storage().resize_(0)
-            if policy.keep_attention:
-                waiting.keep_attention(kept)
-            _chain.ran(waiting, y)
-            ctx.waiting, ctx.policy = waiting, policy
+        if policy.frees_input and not linked:
+            torch.ops.inductor.resize_storage_bytes_(x, 0)  # an operation, so that LiveBytes sees it
+        _chain.ran(waiting, y)
+        ctx.waiting, ctx.policy = waiting, policy
         return y
 
     @staticmethod
@@ -170,13 +205,7 @@ class UPipeLayerFunction(torch.autograd.Function):
         x = waiting.input()
         kept = waiting.attention(x)
         wanted = call.split_needs(needs, needs_x)
-        second_half = call.second_half_backward(wanted.mlp)
-        dbias = WeightGradient(call.proj_bias, fuse=False, summed=True) if wanted.proj_bias else None
-        for rows, hidden in call.hidden(x, kept):
-            dhidden[rows] = second_half.tile(hidden, dhidden[rows])
-            if dbias is not None:
-                dbias.add(dhidden[rows].sum((0, 1), dtype=accumulation_dtype(dhidden.dtype)))
-            del hidden
+        dproj_bias, dmlp = call.second_half_gradient(x, kept, dhidden, wanted)
         if ctx.policy.prefetches(x):
             waiting.prefetch_before()
         attention = attention_backward(
@@ -189,16 +218,10 @@ class UPipeLayerFunction(torch.autograd.Function):
             wanted.attention,
         )
         waiting.release()
-        dnorm = ElementwiseGradient(call.norm_parameters, wanted.norm)
-        dx = None
-        if attention.x is not None:
-            dx = call.attention.reduce_input(attention.x)
-            for rows in call.norm_tiles.rows():
-                dx[rows] = dnorm.through(call.norm, x[rows], dx[rows]).add_(dhidden[rows])
+        dx, dnorm = call.input_gradient(x, dhidden, attention.x, wanted.norm)
         weights = (attention.qkv, attention.qkv_bias, attention.proj)
-        proj_bias = dbias and dbias.result()
-        gradients = (*dnorm.result(), *weights, *attention.elementwise, proj_bias, *second_half.result())
-        return None, None, None, dx if needs_x else None, *gradients
+        dx = dx if needs_x else None
+        return None, None, None, dx, *dnorm, *weights, *attention.elementwise, dproj_bias, *dmlp
 
 
 def _holders(gradient: Tensor) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = 0
         self.peak = 0
-        self._alive: dict[int, Any] = {}
+        self._alive: dict[int, tuple[Any, int]] = {}  # a weak reference and the bytes counted
 
     def count(self, *tensors: Tensor) -> None:
         """Counts tensors that were made before the mode was on."""
@@ -37,6 +38,8 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf, leaf.untyped_storage().nbytes())
+        if func is torch.ops.inductor.resize_storage_bytes_.default:
+            self._resized(args[0].untyped_storage())
         return result
 
     def _see(self, tensor: Tensor, size: int) -> None:
@@ -44,10 +47,18 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
-        self._alive[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
+        self._alive[key] = weakref.ref(storage, lambda _, key=key: self._forget(key)), size
         self.now += size
         self.peak = max(self.peak, self.now)
 
-    def _forget(self, key: int, size: int) -> None:
-        del self._alive[key]
-        self.now -= size
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage that was counted gave up memory, or took some."""
+        reference, counted = self._alive[storage._cdata]
+        if counted:
+            self._alive[storage._cdata] = reference, storage.nbytes()
+            self.now += storage.nbytes() - counted
+            self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int) -> None:
+        _, counted = self._alive.pop(key)
+        self.now -= counted

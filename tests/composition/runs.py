@@ -86,6 +86,7 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
             context_parallel_size=grid.p * grid.r,
             hierarchical_context_parallel_sizes=[grid.p, grid.r],
             sequence_parallel=grid.sequence_parallel,
+            deallocate_pipeline_outputs=True,  # as pretrain() has it
         )
         if grid.virtual:  # Megatron asks for it on two stages: with batched exchange, messages of one pair mix
             parallel |= dict(overlap_p2p_comm=True, batch_p2p_comm=False)
