@@ -37,6 +37,21 @@ LAYOUTS = {
     "pipeline 2": (4, [*CP2, "--pipeline-model-parallel-size", "2", "--calculate-per-token-loss"]),
     "one context-parallel rank": (1, [*UPIPE]),
     "exact rope": (2, [*CP2, "--upipe-rope", "exact"]),
+    "host store": (
+        2,
+        [
+            *(*CP2, "--upipe-offload", "host", "--upipe-prefetch", "on", "--upipe-keep-attention", "1"),
+            *("--upipe-mlp-tile-tokens", "7", "--upipe-loss-tile-tokens", "5"),
+        ],
+    ),
+    "every 2nd input, TP 2 + sequence parallel": (
+        4,
+        [
+            *(*CP2, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+            *("--upipe-keep-attention", "0", "--upipe-checkpoint-every", "2", "--upipe-mlp-tile-tokens", "20"),
+        ],
+    ),
+    "Megatron's own loss": (2, [*CP2, "--upipe-loss-tile-tokens", "0"]),
 }
 
 
@@ -66,7 +81,7 @@ FSDP = [
 FSDP_LAYOUTS = {
     "data parallel alone": (2, UPIPE),
     "TP 2 x context 2": (4, [*CP2, "--tensor-model-parallel-size", "2"]),
-    "2 ranks": (2, CP2),
+    "2 ranks": (2, [*CP2, "--upipe-offload", "host", "--upipe-keep-attention", "1", "--upipe-mlp-tile-tokens", "9"]),
     "2 ranks, overlapped": (2, [*CP2, "--overlap-grad-reduce", "--overlap-param-gather"]),
     "context 2 x data 2": (4, CP2),
     "context 2 x data 2, overlapped": (4, [*CP2, "--overlap-grad-reduce", "--overlap-param-gather"]),
@@ -125,7 +140,8 @@ def test_unmodified_pretrain_gpt_of_a_checkout(folder, stock):
     checkout = os.environ.get("MEGATRON_LM")
     if not checkout:
         pytest.skip("MEGATRON_LM does not name a Megatron-LM checkout (tag core_v0.19.0)")
-    found = train(folder, "checkout", 4, *USP, script=str(Path(checkout, "pretrain_gpt.py")))
+    tiles = ["--upipe-loss-tile-tokens", "11", "--upipe-mlp-tile-tokens", "7", "--upipe-offload", "host"]
+    found = train(folder, "checkout", 4, *USP, *tiles, script=str(Path(checkout, "pretrain_gpt.py")))
     assert set(found) == set(stock)
     assert_close(found, stock)
 
