@@ -65,8 +65,12 @@ class LayerCall:
 
     def finish(self, x: Tensor, kept: KeptAttention) -> Tensor:
         """The layer's output [s/TP, b, hidden] from its input and attention. Collective over tensor parallelism."""
+        pieces = self.hidden(x, kept)
+        if self.tiles.size == self.tiles.tokens:
+            _, hidden = next(pieces)
+            return self.second_half(hidden)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for rows, hidden in self.hidden(x, kept):
+        for rows, hidden in pieces:
             y[rows] = self.second_half(hidden)
         return y
 

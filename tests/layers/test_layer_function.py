@@ -26,7 +26,7 @@ def build(case=None, **upipe):
     """``LAYERS`` layers on 2 ranks, x, RoPE table."""
     if not parallel_state.model_parallel_is_initialized():
         initialize(2, 1)
-    case = case or Case(config=SWIGLU, upipe=dict(mlp_tile_tokens=5, **upipe))
+    case = case or Case(config=SWIGLU, upipe={"mlp_tile_tokens": 5, **upipe})
     groups = ProcessGroupCollection.use_mpu_process_groups()
     config = make_config(case, 2, 1, num_layers=LAYERS)
     torch.manual_seed(4)
@@ -304,6 +304,27 @@ def test_checkpoints_notice_what_happens_between_layers(workers):
     assert workers.run(2, _changed_between_layers) == [True, True]
 
 
+def _checkpointed(rank, reentrant):
+    """Under torch's own checkpointing, which nobody needs here."""
+    from torch.utils.checkpoint import checkpoint
+
+    layers, x, table = build(keep_attention=1, checkpoint_every=2)
+    results = []
+    for wrap in (False, True):
+        for parameter in (p for layer in layers for p in layer.parameters()):
+            parameter.grad = None
+        leaf = x.clone().requires_grad_()
+        y = checkpoint(run, layers, leaf, table, use_reentrant=reentrant) if wrap else run(layers, leaf, table)
+        y.square().sum().backward()
+        results.append([y.detach(), leaf.grad, *(p.grad.clone() for layer in layers for p in layer.parameters())])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_activation_checkpointing(workers, reentrant):
+    assert workers.run(2, _checkpointed, reentrant) == [True, True]
+
+
 def _frozen(rank):
     layers, x, table = build(Case(config=dict(qk_layernorm=True, add_bias_linear=True, bias_activation_fusion=False)))
     run(layers[:1], x, table).square().sum().backward()
@@ -326,7 +347,8 @@ def test_frozen_parameters_get_no_gradient(workers):
 
 def _hundred(rank):
     """Host buffers and live bytes after each of 100 iterations, evaluation in between."""
-    layers, x, table = build(**HOST, prefetch="on")
+    layers, x, table = build(**HOST, prefetch="on", mlp_tile_tokens=9)
+    layers = layers[:2]
     store, buffers, live_bytes = host_store(x.device), [], []
     for parameter in (p for layer in layers for p in layer.parameters()):
         parameter.grad = torch.zeros_like(parameter)

@@ -180,11 +180,14 @@ def inputs(case: Case, layout: SequenceLayout, dtype: torch.dtype) -> tuple[torc
     return x, dy, rotary_table(case, length)
 
 
-def finalized(name: str, gradient: torch.Tensor) -> torch.Tensor:
-    """A weight gradient summed over the context-parallel group, norms also over the tensor-parallel group."""
+def finalized(name: str, gradient: torch.Tensor, tp_sum: bool | None = None) -> torch.Tensor:
+    """A weight gradient summed over the context-parallel group, and over the tensor-parallel group if ``tp_sum``.
+
+    By default that is for norms, which in an attention module are those of q and k. Collective.
+    """
     gradient = gradient.double()
     dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
-    if "layernorm" in name:
+    if "layernorm" in name if tp_sum is None else tp_sum:
         dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
     return gradient
 

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_upipe.context.groups import context_groups
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.integration.selftest import bandwidth, parity
+from megatron_upipe.integration.selftest import bandwidth, layers, parity
 from megatron_upipe.integration.selftest.shapes import Trial
 from megatron_upipe.integration.versions import megatron_core_version
 
@@ -104,7 +104,10 @@ def _try(trial: Trial, heads: int, kv_heads: int, head_dim: int, alone: dist.Pro
     )
     groups = parity.single_rank_groups(alone)
     row = Row(trial.name())
-    if trial.precision == "bf16":
+    if trial.layer:
+        errors = layers.compare_layers(case, trial.p, trial.r, groups, trial.tp, trial.sequence_parallel)
+        found = {name: (error, parity.TOLERANCE) for name, error in errors.items()}
+    elif trial.precision == "bf16":
         pairs = parity.compare_low_precision(case, trial.p, trial.r, groups)
         found = {name: (ours, 2 * stock) for name, (ours, stock) in pairs.items()}
     else:

@@ -26,14 +26,17 @@ class Trial:
     heads_per_stage: int
     sequence_parallel: bool
     precision: str  # fp64 or bf16
+    layer: bool = False  # whole layers with the host store, not the attention alone
 
     def name(self) -> str:
         tp = f"TP {self.tp}{' + SP' if self.sequence_parallel else ''}, " if self.tp > 1 else ""
-        return f"{tp}P {self.p} x R {self.r}, U {self.heads_per_stage}, {self.precision}"
+        what = "layers, host store" if self.layer else self.precision
+        return f"{tp}P {self.p} x R {self.r}, U {self.heads_per_stage}, {what}"
 
 
 def trials(heads: int, kv_heads: int, world: int) -> list[Trial]:
-    """All (TP, P, R) with product ``world`` that fit, each with the least, a middle and the largest U.
+    """All (TP, P, R) with product ``world`` that fit, each with the least, a middle and the largest U; with the largest
+    P also whole layers.
 
     TP is 1 or 2. Raises UPipeError if nothing fits.
     """
@@ -41,6 +44,7 @@ def trials(heads: int, kv_heads: int, world: int) -> list[Trial]:
     for tp in (1, 2):
         if world % tp or heads % tp or kv_heads % tp or world == tp:
             continue
+        layer = None
         for p in range(1, world // tp + 1):
             if (world // tp) % p:
                 continue
@@ -51,6 +55,9 @@ def trials(heads: int, kv_heads: int, world: int) -> list[Trial]:
                 found.append(Trial(tp, p, world // tp // p, u, tp > 1, "fp64"))
             if tp == 1:
                 found.append(Trial(tp, p, world // p, legal[0], False, "bf16"))
+            layer = Trial(tp, p, world // tp // p, legal[0], tp > 1, "fp64", layer=True)
+        if layer is not None:
+            found.append(layer)
     if not found:
         raise UPipeError(
             f"no UPipe layout fits {heads} query heads and {kv_heads} KV heads on {world} ranks; "
