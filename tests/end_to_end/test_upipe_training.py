@@ -68,6 +68,17 @@ def test_trains_as_stock_does(folder, stock, name):
         assert_close(found, stock)
 
 
+def test_mixture_of_experts_trains_as_stock_does(folder):
+    """Load-balancing loss over all shards' tokens, counted once though the layer runs again in backward."""
+    experts = [
+        *("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "allgather"),
+        *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-1", "--moe-z-loss-coeff", "1e-3"),
+    ]
+    waits = ["--upipe-offload", "host", "--upipe-keep-attention", "0", "--upipe-checkpoint-every", "2"]
+    wanted = train(folder, "stock experts", 1, *experts)
+    assert_close(train(folder, "experts", 2, *CP2, *experts, *waits), wanted)
+
+
 FSDP = [
     *(
         "--use-megatron-fsdp",

@@ -51,14 +51,15 @@ class Report:
         return {**asdict(self), "good": self.good}
 
     def table(self) -> str:
-        lines = [f"{'relative error / allowed':32}{'output':>18}{'dx':>18}{'dW':>18}  verdict"]
+        width = max(32, *(len(row.name) + 1 for row in self.rows)) if self.rows else 32
+        lines = [f"{'relative error / allowed':{width}}{'output':>18}{'dx':>18}{'dW':>18}  verdict"]
         for row in self.rows:
             pairs = (f"{error:.1e} / {allowed:.0e}" for error, allowed in (row.output, row.dx, row.dw))
             numbers = "".join(f"{pair:>18}" for pair in pairs)
-            lines.append(f"{row.name:32}{numbers}  {'ok' if row.good else 'FAILED ' + row.problem}")
+            lines.append(f"{row.name:{width}}{numbers}  {'ok' if row.good else 'FAILED ' + row.problem}")
         for name, speeds in self.bandwidth.items():
             slowest = ", ".join(f"{kind} {speed:.2f} GB/s" for kind, speed in speeds.items())
-            lines.append(f"{name:32}{slowest} (slowest rank)")
+            lines.append(f"{name:{width}}{slowest} (slowest rank)")
         lines.append(f"{sum(row.good for row in self.rows)} of {len(self.rows)} passed on {self.world} x {self.device}")
         return "\n".join(lines)
 
