@@ -1,6 +1,7 @@
 """The host store by itself: order of copies, reuse, exact sizes, nothing left in use."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.memory.host_store import CpuCopies, HostStore, fetched_ahead
+from megatron_upipe.memory.host_store import CpuCopies, CudaCopies, HostStore, fetched_ahead
 
 
 class LateCopies:
@@ -114,3 +115,37 @@ def test_the_next_fetch_is_on_its_way():
 
     assert list(fetched_ahead([lambda i=i: start(i) for i in range(3)])) == [0, 1, 2]
     assert events == ["start 0", "start 1", "wait 0", "start 2", "wait 1", "wait 2"]
+
+
+class FakeStream:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        self.log.append(f"event on {self.name}")
+        return "event"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for the {event}")
+
+
+def test_order_of_copies_on_streams(monkeypatch):
+    """What CUDA is told, on stand-ins with the names of torch's real methods."""
+    log = []
+    assert all(hasattr(torch.cuda.Stream, name) for name in ("wait_stream", "record_event", "wait_event"))
+    main = FakeStream(log, "main")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(log, "copies"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(log.append(f"on {stream.name}")))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: log.append(f"kept for {stream.name}"))
+    store, tensor = HostStore(CudaCopies(torch.device("cpu"))), torch.arange(3.0)
+    parked = store.park(tensor)
+    assert log == ["copies waits for main", "on copies", "kept for copies"]
+    log.clear()
+    fetch = parked.start()
+    assert log == ["copies waits for main", "on copies", "kept for copies", "event on copies"]
+    log.clear()
+    assert torch.equal(fetch.wait(), tensor) and log == ["main waits for the event"]
