@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test fuzz lint format install clean help
+.PHONY: demo test test-slow fuzz lint format install clean help
 
 GRIDS ?= 200
 SEED ?= 0
@@ -12,6 +12,7 @@ SEED ?= 0
 help:
 	@echo "make demo       train a small Llama on real text with Megatron-LM's own training loop, on this machine's CPUs"
 	@echo "make test       the test suite (under 15 minutes on 2 cores)"
+	@echo "make test-slow  tests that wait for minutes: a rank that hangs"
 	@echo "make fuzz       GRIDS=200 random compositions against the unsharded stock run, from SEED=0"
 	@echo "make lint       ruff"
 	@echo "make clean      remove .venv and .demo"
@@ -21,6 +22,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -W ignore tests/composition/fuzz.py --grids $(GRIDS) --seed $(SEED)

@@ -57,25 +57,28 @@ class Phases:
         return measured
 
 
-def layer_peaks(policy: dict, tokens: int, tile_tokens: int, ranks: int) -> dict[str, float]:
-    """Peak of each phase in u1, with U = P = ``ranks``. Collective."""
+def layer_peaks(
+    policy: dict, tokens: int, tile_tokens: int, ranks: int, heads: int = HEADS, dtype: torch.dtype = torch.float32
+) -> dict[str, float]:
+    """Peak of each phase in u1, with U = P = ``ranks``; the model is as wide as its ``heads``. Collective."""
+    hidden = heads * HEAD_DIM
     initialize(ranks, 1)
     case = Case(
-        HEADS,
+        heads,
         KV_HEADS,
         ranks,
         micro_batch=1,
         head_dim=HEAD_DIM,
-        hidden=HIDDEN,
+        hidden=hidden,
         config=LLAMA,
         upipe=dict(mlp_tile_tokens=tile_tokens, **policy),
     )
-    config = make_config(case, ranks, 1, num_layers=2, ffn_hidden_size=FFN, params_dtype=torch.float32)
+    config = make_config(case, ranks, 1, num_layers=2, ffn_hidden_size=FFN * heads // HEADS, params_dtype=dtype)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layers = [build_module(upipe_layer_spec, config=config, layer_number=i + 1, pg_collection=groups) for i in range(2)]
     for layer in layers:
         layer.requires_grad_(False)
-    start = torch.randn(tokens, 1, HIDDEN, requires_grad=True)
+    start = torch.randn(tokens, 1, hidden, dtype=dtype, requires_grad=True)
     found = []
     for _ in range(REPEATS):
         start.grad = None
@@ -114,13 +117,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=512, help="of a rank")
     parser.add_argument("--tile-tokens", type=int, default=16, help="--upipe-mlp-tile-tokens")
+    parser.add_argument("--heads", type=int, default=HEADS, help="query heads of size 8, which set the hidden size")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     cpu.install()
     dist.init_process_group("gloo")
     found = {}
     for name, policy in POLICIES.items():
-        found[name] = layer_peaks(policy, args.tokens, args.tile_tokens, dist.get_world_size())
+        found[name] = layer_peaks(
+            policy, args.tokens, args.tile_tokens, dist.get_world_size(), args.heads, getattr(torch, args.dtype)
+        )
         parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
         if args.json:

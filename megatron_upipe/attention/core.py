@@ -49,7 +49,7 @@ class AttentionNeeds:
 
 @dataclass
 class AttentionGradients:
-    """None where no gradient was asked for. Owned by the caller."""
+    """None where no gradient was asked for. Owned by the caller; ``x`` may be in fp32 when many stages add to it."""
 
     x: Tensor | None
     qkv: Tensor | None

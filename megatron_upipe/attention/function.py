@@ -39,6 +39,7 @@ class AttentionCall:
     project: Callable[[Tensor], Tensor]
     gather: Callable[[Tensor], Tensor]
     reduce_input: Callable[[Tensor], Tensor]
+    tensor_parallel_size: int = 1
 
 
 class UPipeAttentionFunction(torch.autograd.Function):
@@ -79,5 +80,5 @@ class UPipeAttentionFunction(torch.autograd.Function):
             call.plan,
             AttentionNeeds(needs_x, needs_qkv, needs_bias, needs_proj, tuple(needs_parameters)),
         )
-        dx = None if gradients.x is None else call.reduce_input(gradients.x)
+        dx = None if gradients.x is None else call.reduce_input(gradients.x.to(x.dtype))
         return None, None, dx, gradients.qkv, gradients.qkv_bias, gradients.proj, *gradients.elementwise

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron_upipe.context.merge import accumulation_dtype
 
+BLOCK = 4096  # rows of a product in higher precision that exist at a time
+
 
 class WeightGradient:
     """Collects the gradient of one parameter; ``result`` is what ``backward`` returns for it.
@@ -53,10 +55,10 @@ class WeightGradient:
         target = self._target
         if left.dtype == target.dtype:
             target.addmm_(left.t(), right)
-        elif left.is_cuda and target.dtype == torch.float32:
-            torch.addmm(target, left.t(), right, out_dtype=target.dtype, out=target)
-        else:
-            target.addmm_(left.to(target.dtype).t(), right.to(target.dtype))
+            return
+        for start in range(0, target.shape[0], BLOCK):
+            rows = slice(start, start + BLOCK)
+            target[rows].add_(transposed_product(left[:, rows], right, target.dtype))
 
     def result(self) -> Tensor | None:
         """The gradient; for a fused one a placeholder, after telling DDP that ``main_grad`` has it."""
@@ -90,7 +92,6 @@ class InputGradient:
     MOST_IN_LOW_PRECISION = 8
 
     def __init__(self, like: Tensor, additions: int) -> None:
-        self._dtype = like.dtype
         dtype = like.dtype
         if additions > self.MOST_IN_LOW_PRECISION:
             dtype = torch.promote_types(dtype, torch.float32)
@@ -101,8 +102,10 @@ class InputGradient:
         total = self._sum.view(-1, self._sum.shape[-1])
         if total.dtype == gradient.dtype:
             total.addmm_(gradient, rows)
-        else:
-            total.add_(gradient @ rows)
+            return
+        for start in range(0, total.shape[0], BLOCK):
+            total[start : start + BLOCK].add_(gradient[start : start + BLOCK] @ rows)
 
     def result(self) -> Tensor:
-        return self._sum.to(self._dtype)
+        """In the precision of the sum."""
+        return self._sum

@@ -147,6 +147,7 @@ class UPipeSelfAttention(SelfAttention):
             project=lambda out: self.linear_proj(out)[0],
             gather=self._gather if sequence_parallel else _same,
             reduce_input=self._reduce_scatter if sequence_parallel else self._reduce,
+            tensor_parallel_size=self.world_size,
         )
 
     def _make_plan(self, groups: ContextGroups) -> AttentionPlan:

@@ -87,20 +87,20 @@ def add_upipe_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--upipe-checkpoint-every",
-        type=int,
+        type=_whole_number(least=1),
         metavar="K",
         help="keep the input of every K-th layer only (default 1) and run forward again from there; for when even the "
         "layer inputs do not fit",
     )
     group.add_argument(
         "--upipe-mlp-tile-tokens",
-        type=int,
+        type=_whole_number(least=1),
         metavar="N",
         help="tokens that go through the MLP at a time, forward and backward (default 4096)",
     )
     group.add_argument(
         "--upipe-loss-tile-tokens",
-        type=int,
+        type=_whole_number(least=0),
         metavar="N",
         help="tokens whose logits exist at a time (default 1024); 0 is Megatron's own loss, all logits at once",
     )
@@ -110,6 +110,15 @@ def add_upipe_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="append each iteration's exact losses, gradient norm and seconds to FILE as JSON lines",
     )
     return parser
+
+
+def _whole_number(least: int) -> Callable[[str], int]:
+    def parse(given: str) -> int:
+        if not given.removeprefix("-").isdecimal():
+            raise argparse.ArgumentTypeError(f"{given} is not a whole number; the least is {least}")
+        return int(given)
+
+    return parse
 
 
 def _with_upipe_flags(original: Callable) -> Callable:

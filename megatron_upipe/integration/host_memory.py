@@ -8,7 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_upipe.memory.host_need import WaitingBytes, available_bytes, check_hosts, store_bytes, waiting_bytes
+from megatron_upipe.memory.host_need import (
+    WaitingBytes,
+    available_bytes,
+    check_hosts,
+    chunk_bytes,
+    store_bytes,
+    waiting_bytes,
+)
 
 
 def check_host_memory(args: Namespace, model: list[Any]) -> None:
@@ -23,26 +30,24 @@ def host_store_bytes(args: Namespace, model: list[Any]) -> int:
     """What this rank's store will hold at most. Not collective."""
     from megatron_upipe.layers.transformer_layer import UPipeTransformerLayer
 
-    chunks = [[m for m in chunk.modules() if isinstance(m, UPipeTransformerLayer)] for chunk in model]
-    in_flight = micro_batches_in_flight(args, len(model))
-    return max(
-        (
-            store_bytes(_layer_bytes(args, layers[0]), [m.keeps for m in layers], m.upipe.checkpoint_every, in_flight)
-            for layers in chunks
-            for m in layers[:1]
-        ),
-        default=0,
-    )
+    chunks = []
+    for chunk in model:
+        layers = [m for m in chunk.modules() if isinstance(m, UPipeTransformerLayer)]
+        keeps = [layer.keeps for layer in layers]
+        every = args.upipe_checkpoint_every or 1
+        chunks.append(chunk_bytes(_layer_bytes(args, layers[0]), keeps, every) if layers else (0, 0))
+    return store_bytes(chunks, *forward_order(args, len(model)))
 
 
-def micro_batches_in_flight(args: Namespace, model_chunks: int) -> int:
-    """How many forward passes of a model chunk wait for backward at most, from Megatron's pipeline schedule."""
-    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+def forward_order(args: Namespace, model_chunks: int) -> tuple[list[int], int]:
+    """Of which model chunk each forward pass of a step is, and how many come before the first backward pass; from
+    Megatron's pipeline schedules."""
+    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
-    total, _, warmup, _ = get_pp_rank_microbatches(micro_batches, model_chunks, group)
-    return min(total, warmup + 1)
+    _, _, warmup, _ = get_pp_rank_microbatches(micro_batches, model_chunks, group)
+    return [chunk for _, chunk in get_schedule_table(micro_batches, model_chunks, group)], warmup
 
 
 def _layer_bytes(args: Namespace, layer: Any) -> WaitingBytes:

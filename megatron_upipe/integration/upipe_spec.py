@@ -131,6 +131,11 @@ def _check_memory_flags(args: Namespace) -> None:
             f"--upipe-checkpoint-every {args.upipe_checkpoint_every} is more than the {layers} layers; the most is "
             f"{layers}"
         )
+    if (args.upipe_checkpoint_every or 1) > 1 and args.use_megatron_fsdp:
+        raise UPipeError(
+            f"--upipe-checkpoint-every {args.upipe_checkpoint_every} does not work with --use-megatron-fsdp, which "
+            "gathers a layer's parameters only while that layer runs; use 1"
+        )
     if args.upipe_prefetch is not None and args.upipe_offload != "host":
         raise UPipeError(f"--upipe-prefetch {args.upipe_prefetch} does nothing without --upipe-offload host; add that")
     if not loss_tile_tokens(args):
@@ -153,7 +158,8 @@ def keep_attention(args: Namespace) -> int | None:
     if given is None or given == "all":
         return None
     if not given.isdecimal():
-        raise UPipeError(f"--upipe-keep-attention {given} is neither a number of layers nor all; use 0 or all")
+        most = f"{args.num_layers} (or all)" if args.num_layers else "all"
+        raise UPipeError(f"--upipe-keep-attention {given} is not a number of layers; use 0 to {most}")
     return int(given)
 
 

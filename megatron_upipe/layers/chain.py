@@ -56,6 +56,11 @@ class Waiting:
     def keep_input(self, x: Tensor) -> None:
         self._x = _OnDevice(x.detach()) if self._store is None else self._store.park(x)
 
+    def input_copied(self) -> None:
+        """What runs from now on may write to the input."""
+        if self._store is not None and self._x is not None:
+            self._x.copied()
+
     def keep_attention(self, kept: DeviceAttention) -> None:
         self._kept = kept if self._store is None else HostAttention(kept, self._store)
 

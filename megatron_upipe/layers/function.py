@@ -106,7 +106,7 @@ class LayerCall:
     def input_gradient(
         self, x: Tensor, dhidden: Tensor, dnormed: Tensor | None, needs: list[bool]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients of ``x``, written over ``dnormed``, and of ``norm_parameters``. Collective over tensor parallelism.
+        """Gradients of ``x``, written over ``dhidden``, and of ``norm_parameters``. Collective over tensor parallelism.
 
         ``dhidden`` is the gradient of the residual connection, ``dnormed`` that of the normed input before the sum over
         tensor parallelism; None if nobody wants it.
@@ -114,10 +114,11 @@ class LayerCall:
         dnorm = ElementwiseGradient(self.norm_parameters, needs)
         if dnormed is None:
             return None, dnorm.result()
-        dx = self.attention.reduce_input(dnormed)
+        if self.attention.tensor_parallel_size > 1:
+            dnormed = self.attention.reduce_input(dnormed.to(x.dtype))
         for rows in self.norm_tiles.rows():
-            dx[rows] = dnorm.through(self.norm, x[rows], dx[rows]).add_(dhidden[rows])
-        return dx, dnorm.result()
+            dhidden[rows] += dnorm.through(self.norm, x[rows], dnormed[rows])
+        return dhidden, dnorm.result()
 
     def attention_input(self, x: Tensor) -> AttentionInput:
         """The normed input; as a whole only where sequence parallelism has to gather it."""
@@ -190,6 +191,7 @@ class UPipeLayerFunction(torch.autograd.Function):
         if policy.keep_attention:
             waiting.keep_attention(kept)
         y = call.finish(x, kept)
+        waiting.input_copied()
         if policy.frees_input and not linked:
             torch.ops.inductor.resize_storage_bytes_(x, 0)  # an operation, so that LiveBytes sees it
         _chain.ran(waiting, y)

@@ -69,6 +69,11 @@ class UPipeTransformerLayer(TransformerLayer):
         inference = given.pop("inference_context", None) or given.pop("inference_params", None)
         given.pop("inference_params", None)
         refuse_arguments(attention_mask, inference, {**given, "context": context, "context_mask": context_mask})
+        if self.upipe.checkpoint_every > 1 and hasattr(self.self_attention.linear_qkv.weight, "__fsdp_param__"):
+            raise UPipeError(
+                f"--upipe-checkpoint-every {self.upipe.checkpoint_every} does not work with Megatron-FSDP, which "
+                "gathers a layer's parameters only while that layer runs; use 1"
+            )
         call = self._call(hidden_states, rotary_pos_emb, padding_mask)
         policy = Policy(
             store=host_store(hidden_states.device) if self.upipe.offload == "host" else None,

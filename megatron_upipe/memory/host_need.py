@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,34 +31,78 @@ def waiting_bytes(
     return WaitingBytes(rows // shards * hidden * itemsize, rows * heads * head_dim * itemsize + lse)
 
 
-def store_bytes(layer: WaitingBytes, keeps: Sequence[bool], checkpoint_every: int, in_flight: int) -> int:
-    """What the host store holds at most, for a pipeline stage whose layers keep attention or not as in ``keeps`` and
-    that has forwarded ``in_flight`` micro-batches before the first backward."""
-    if not keeps:
-        return 0
-    inputs = -(-len(keeps) // checkpoint_every)
-    waiting = in_flight * (inputs * layer.input + sum(keeps) * layer.attention)
-    # backward makes again the inputs between two kept ones, and their attention
+def chunk_bytes(layer: WaitingBytes, keeps: Sequence[bool], checkpoint_every: int) -> tuple[int, int]:
+    """What one micro-batch leaves in the host store in a model chunk whose layers keep attention or not as in
+    ``keeps``, and what its backward adds at most."""
     groups = [keeps[i : i + checkpoint_every] for i in range(0, len(keeps), checkpoint_every)]
-    again = max((len(group) - 1) * layer.input + group.count(False) * layer.attention for group in groups)
-    return waiting + again
+    waiting = more = 0
+    for group in groups:  # backward begins with the last one, and comes to the others with less waiting behind them
+        share = layer.input + sum(group) * layer.attention
+        # made again: the inputs after the kept one, and attention that was not kept
+        again = (len(group) - 1) * layer.input + group.count(False) * layer.attention
+        waiting, more = waiting + share, max(more - share, again)
+    return waiting, max(more, 0)
 
 
-def available_bytes(cgroup: Path = CGROUP) -> int:
-    """Free memory of this machine for this process, with the limit of its control group (SLURM sets one)."""
+def store_bytes(chunks: Sequence[tuple[int, int]], order: Sequence[int], warmup: int) -> int:
+    """What the host store holds at most on a pipeline stage.
+
+    ``chunks``: ``chunk_bytes`` of the stage's model chunks; ``order``: of which chunk each forward pass of a step is.
+    The first ``warmup`` of them come before the first backward pass, then they alternate; backward passes take the
+    chunks in the same order but from the last one (Megatron's schedules).
+    """
+    most = held = 0
+    backward = [len(chunks) - 1 - chunk for chunk in order]
+    for step in range(len(order) + warmup):
+        if step < len(order):
+            held += chunks[order[step]][0]
+            most = max(most, held)
+        if step >= warmup:
+            waiting, again = chunks[backward[step - warmup]]
+            most = max(most, held + again)
+            held -= waiting
+    return most
+
+
+def available_bytes(root: Path = CGROUP, memberships: Path = Path("/proc/self/cgroup")) -> int:
+    """Free memory of this machine for this process, within the limits of its control groups (SLURM sets them).
+
+    ``root`` is where control groups are mounted, version 1 or 2; a group is bound by its ancestors, too.
+    """
     free = psutil.virtual_memory().available
-    for maximum, current, stat, inactive in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ):
+    for folder, (maximum, current, cache) in _control_groups(root, memberships):
         try:
-            limit, used = (int((cgroup / name).read_text()) for name in (maximum, current))
-            lines = (line.split() for line in (cgroup / stat).read_text().splitlines())
-            cache = next((int(value) for key, value in lines if key == inactive), 0)
+            limit, used = (int((folder / name).read_text()) for name in (maximum, current))
+            lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            reclaimable = next((int(value) for key, value in lines if key == cache), 0)
         except (OSError, ValueError):  # no such file, or "max"
             continue
-        free = min(free, limit - used + cache)
+        free = min(free, limit - used + reclaimable)
     return max(free, 0)
+
+
+def _control_groups(root: Path, memberships: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Folders of this process's memory groups and their ancestors, with the names of their files and of the cache."""
+    try:
+        lines = [line.split(":", 2) for line in memberships.read_text().splitlines()]
+    except OSError:
+        lines = []
+    version1, version2 = root / "memory", root
+    found = [(version2, "/", _VERSION_2), (version1, "/", _VERSION_1)]  # in a container the group is the root
+    for _, controllers, path in lines:
+        if "memory" in controllers.split(","):
+            found.append((version1, path, _VERSION_1))
+        elif not controllers:
+            found.append((version2, path, _VERSION_2))
+    for base, path, names in found:
+        folder = base / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(base):
+                yield group, names
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def check_hosts(needs: Sequence[tuple[str, int, int]]) -> None:

@@ -21,25 +21,22 @@ from megatron_upipe.errors import UPipeError
 
 
 class Copies(Protocol):
-    """How bytes travel. Both calls may return before the copy is done; ``source`` must not be written to after them,
-    but may be dropped."""
+    """How bytes travel. A call starts the copy and returns what is to be called before ``target`` is read, or
+    ``source`` written to; ``source`` may be dropped at once."""
 
-    def to_host(self, target: Tensor, source: Tensor) -> None: ...
+    def to_host(self, target: Tensor, source: Tensor) -> Callable[[], None]: ...
 
-    def to_device(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Starts the copy; the result is to be called before ``target`` is read."""
-        ...
+    def to_device(self, target: Tensor, source: Tensor) -> Callable[[], None]: ...
 
 
 class CpuCopies:
     """The "device" is the CPU: copies are done at once."""
 
-    def to_host(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
-
-    def to_device(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+    def to_host(self, target: Tensor, source: Tensor) -> Callable[[], None]:
         target.copy_(source)
         return lambda: None
+
+    to_device = to_host
 
 
 class CudaCopies:
@@ -49,19 +46,19 @@ class CudaCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def to_host(self, target: Tensor, source: Tensor) -> None:
-        self._copy(target, source, device_side=source)
+    def to_host(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        return self._copy(target, source, device_side=source)
 
     def to_device(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        self._copy(target, source, device_side=target)
-        done = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+        return self._copy(target, source, device_side=target)
 
-    def _copy(self, target: Tensor, source: Tensor, device_side: Tensor) -> None:
+    def _copy(self, target: Tensor, source: Tensor, device_side: Tensor) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         device_side.record_stream(self._stream)  # its memory is not given out again before the copy is done
+        done = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
 
 class HostStore:
@@ -125,7 +122,8 @@ class Parked:
         self._host = buffer.view(tensor.dtype).view(tensor.shape)
         self._finalizer = weakref.finalize(self, store.give, buffer)
         self._finalizer.atexit = False
-        store.copies.to_host(self._host, tensor.detach())
+        self.copied = store.copies.to_host(self._host, tensor.detach())
+        """To be called before the tensor is written to."""
 
     def start(self, rows: slice = slice(None)) -> Fetch:
         """Starts to copy these rows of the first axis to the device."""

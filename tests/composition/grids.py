@@ -27,6 +27,7 @@ class Grid:
     kv_heads: int
     heads_per_stage: int
     head_dim: int
+    hidden: int
     chunk: int  # tokens of half a context-parallel shard
     micro_batch: int
     micro_batches: int
@@ -48,8 +49,9 @@ class Grid:
     checkpoint_every: int
     mlp_tile_tokens: int
     loss_tile_tokens: int
+    layers_per_chunk: int
     seed: int
-    precise: bool = False  # everything in fp64, gradients only
+    precision: str = "fp32"  # in fp64 and bf16 gradients only
 
     @property
     def world(self) -> int:
@@ -61,7 +63,7 @@ class Grid:
 
     @property
     def layers(self) -> int:
-        return 2 * self.pp if self.virtual else max(2, self.pp)
+        return self.layers_per_chunk * self.pp * (2 if self.virtual else 1)
 
 
 def draw(seed: int) -> Grid:
@@ -89,6 +91,7 @@ def draw(seed: int) -> Grid:
             kv_heads=kv_heads,
             heads_per_stage=rng.choice(legal),
             head_dim=rng.choice((4, 6, 10)),
+            hidden=24,
             chunk=rng.choice((1, 3, 5)) * (tp if sequence_parallel else 1),
             micro_batch=rng.choice((1, 2, 3)),
             micro_batches=2,
@@ -110,6 +113,7 @@ def draw(seed: int) -> Grid:
             checkpoint_every=rng.choice((1, 1, 2)),
             mlp_tile_tokens=rng.choice((1, 7, 20, 4096)),
             loss_tile_tokens=rng.choice((0, 1, 9, 1024)),
+            layers_per_chunk=2 if pp == 1 else rng.choice((1, 2)),
             seed=seed,
         )
         try:

@@ -25,7 +25,6 @@ from megatron_upipe.memory.host_store import host_store
 
 VOCABULARY = 32
 STEPS = 3
-HIDDEN = 24
 
 
 class Run(NamedTuple):
@@ -38,24 +37,22 @@ class Run(NamedTuple):
     losses: list[torch.Tensor]  # of every token, [b, s], of the first step's micro-batches in order
 
 
-def reference(rank: int, grid: Grid) -> Run:
-    """The stock spec on one rank; world 1."""
+def reference(rank: int, grid: Grid, initial: dict[str, torch.Tensor] | None = None) -> Run:
+    """The stock spec on one rank; world 1. ``initial`` weights are those of another run, made by itself by default."""
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(5)
-    return _train(grid, _models(grid, upipe=False), distributed_optimizer=False, overlap=False, initial=None)
+    return _train(grid, _models(grid, upipe=False), distributed_optimizer=False, overlap=False, initial=initial)
+
+
+def sharded_gradients(grid: Grid, initial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's finalized gradients by the names of the unsharded model. Collective over the world."""
+    _initialize(grid)
+    return _train(grid, _models(grid, upipe=True), grid.distributed_optimizer, grid.overlap, initial).gradients
 
 
 def compare(rank: int, grid: Grid, wanted: Run) -> dict[str, float]:
     """Largest relative errors of this rank's gradients, norms and final parameters. Collective over the world."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=grid.tp,
-        pipeline_model_parallel_size=grid.pp,
-        virtual_pipeline_model_parallel_size=2 if grid.virtual else None,
-        context_parallel_size=grid.p * grid.r,
-        hierarchical_context_parallel_sizes=[grid.p, grid.r],
-        create_gloo_process_groups=False,  # second copies of the groups, for checkpoints; they cost seconds
-    )
-    model_parallel_cuda_manual_seed(5)
+    _initialize(grid)
     models = _models(grid, upipe=True)
     found = _train(grid, models, grid.distributed_optimizer, grid.overlap, wanted.initial)
     errors = {}
@@ -68,12 +65,24 @@ def compare(rank: int, grid: Grid, wanted: Run) -> dict[str, float]:
         for name, value in mine.items():
             if name not in whole:
                 raise AssertionError(f"{kind} of {name} is unexpected")
-            part = _shard(name, whole[name], grid)
-            scale = whole[name].abs().max().clamp_min(1e-15 if grid.precise else 1e-6)
+            part = shard(name, whole[name], grid)
+            scale = whole[name].abs().max().clamp_min(1e-15 if grid.precision == "fp64" else 1e-6)
             errors[f"{kind} {name}"] = ((value - part).abs().max() / scale).item()
     for step, (norm, want) in enumerate(zip(found.norms, wanted.norms, strict=True)):
         errors[f"norm {step}"] = abs(norm - want) / want
     return errors
+
+
+def _initialize(grid: Grid) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        virtual_pipeline_model_parallel_size=2 if grid.virtual else None,
+        context_parallel_size=grid.p * grid.r,
+        hierarchical_context_parallel_sizes=[grid.p, grid.r],
+        create_gloo_process_groups=False,  # second copies of the groups, for checkpoints; they cost seconds
+    )
+    model_parallel_cuda_manual_seed(5)
 
 
 def _config(grid: Grid, upipe: bool) -> TransformerConfig:
@@ -92,7 +101,7 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
             parallel |= dict(overlap_p2p_comm=True, batch_p2p_comm=False)
     config = TransformerConfig(
         num_layers=grid.layers,
-        hidden_size=HIDDEN,
+        hidden_size=grid.hidden,
         ffn_hidden_size=40,
         num_attention_heads=grid.heads,
         num_query_groups=grid.kv_heads,
@@ -119,6 +128,7 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
         calculate_per_token_loss=True,
         **parallel,
     )
+    config.bf16 = grid.precision == "bf16"
     config.upipe = UPipeConfig(
         heads_per_stage=grid.heads_per_stage,
         keep_attention=grid.keep_attention,
@@ -167,7 +177,7 @@ def _train(grid: Grid, models: list, distributed_optimizer: bool, overlap: bool,
     for model, chunk_names in zip(models, names, strict=True):
         _prepare(model, chunk_names, grid, initial)
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=not grid.precise,
+        grad_reduce_in_fp32=grid.precision != "fp64",
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and distributed_optimizer,
         use_distributed_optimizer=distributed_optimizer,
@@ -182,7 +192,7 @@ def _train(grid: Grid, models: list, distributed_optimizer: bool, overlap: bool,
             config.param_sync_func = [w.start_param_sync for w in wrapped]
     optimizer = (
         None
-        if grid.precise
+        if grid.precision != "fp32"
         else get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -200,17 +210,18 @@ def _train(grid: Grid, models: list, distributed_optimizer: bool, overlap: bool,
     )
     gradients: dict[str, torch.Tensor | None] = {}
     norms, all_losses = [], []
-    for step in range(1 if grid.precise else STEPS):
+    alone = torch.distributed.get_world_size() == 1  # the stock run
+    for step in range(1 if optimizer is None else STEPS):
         for w in wrapped:
             w.zero_grad_buffer()
         if optimizer is not None:
             optimizer.zero_grad()
         iterators = [_batches(grid, step) for _ in wrapped]
         get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, grid, initial is None, all_losses if step == 0 else []),
+            forward_step_func=partial(_forward_step, grid, alone, all_losses if step == 0 else []),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=wrapped if len(wrapped) > 1 else wrapped[0],
-            num_microbatches=grid.micro_batches * (1 if initial is not None else grid.dp),
+            num_microbatches=grid.micro_batches * (grid.dp if alone else 1),
             seq_length=grid.length,
             micro_batch_size=grid.micro_batch,
             forward_only=False,
@@ -238,7 +249,7 @@ def _prepare(model: torch.nn.Module, names: dict, grid: Grid, initial: dict | No
     with torch.no_grad():
         for parameter, name in names.items():
             if initial is not None:
-                parameter.copy_(_shard(name, initial[name], grid))
+                parameter.copy_(shard(name, initial[name], grid))
             elif "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             if grid.frozen and name in _FROZEN:
@@ -304,7 +315,7 @@ def _forward_step(
 ) -> tuple[torch.Tensor, Callable]:
     batch = next(data_iterator)
     processor = None if stock or not grid.loss_tile_tokens else tiled_losses
-    if stock and grid.precise:
+    if stock and grid.precision == "fp64":
         processor = _precise_losses
     output = model(
         batch["tokens"],
@@ -329,7 +340,7 @@ def _precise_losses(hidden_states: Any, output_layer: Any, output_weight: Any, l
 
 
 def _dtype(grid: Grid) -> torch.dtype:
-    return torch.float64 if grid.precise else torch.float32
+    return {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[grid.precision]
 
 
 _ACTIVATIONS = {
@@ -365,12 +376,13 @@ _SPLIT = {
 }
 
 
-def _shard(name: str, whole: torch.Tensor, grid: Grid) -> torch.Tensor:
+def shard(name: str, whole: torch.Tensor, grid: Grid) -> torch.Tensor:
     """This tensor-parallel rank's part."""
     rank = parallel_state.get_tensor_model_parallel_rank()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
     if "linear_fc1." in name and grid.activation == "swiglu":  # gate and up halves are split each
-        return torch.cat([half.chunk(grid.tp)[rank] for half in whole.chunk(2)])
+        return torch.cat([half.chunk(tp)[rank] for half in whole.chunk(2)])
     for ending, dim in _SPLIT.items():
         if name.endswith(ending):
-            return whole.chunk(grid.tp, dim)[rank]
+            return whole.chunk(tp, dim)[rank]
     return whole

@@ -39,10 +39,21 @@ def parse(*argv):
         ([*MODEL, *SPEC, "--upipe-offload", "host"], "--upipe-offload does nothing with --context-parallel-size 1"),
         ([*MODEL, *SPEC, "--upipe-mlp-tile-tokens", "8"], "--upipe-mlp-tile-tokens does nothing with --context"),
         ([*CP2, "--upipe-keep-attention", "5"], r"--upipe-keep-attention 5 is more than the 4 layers; .* 4 \(or all\)"),
-        ([*CP2, "--upipe-keep-attention", "most"], "--upipe-keep-attention most is neither a number of layers nor all"),
-        ([*CP2, "--upipe-keep-attention", "-1"], "--upipe-keep-attention -1 is neither a number of layers nor all"),
+        (
+            [*CP2, "--upipe-keep-attention", "most"],
+            r"--upipe-keep-attention most is not a number of layers; use 0 to 4 \(or all\)",
+        ),
+        ([*CP2, "--upipe-keep-attention", "-1"], "--upipe-keep-attention -1 is not a number of layers"),
         ([*CP2, "--upipe-checkpoint-every", "5"], "--upipe-checkpoint-every 5 is more than the 4 layers; .* is 4"),
         ([*CP2, "--upipe-checkpoint-every", "0"], "--upipe-checkpoint-every 0 is too small; the least is 1"),
+        (
+            [*CP2, "--upipe-checkpoint-every", "2", "--use-megatron-fsdp"],
+            "--upipe-checkpoint-every 2 does not work with --use-megatron-fsdp",
+        ),
+        (
+            [*CP2, "--upipe-mlp-tile-tokens", "abc"],
+            "--upipe-mlp-tile-tokens: abc is not a whole number; the least is 1",
+        ),
         ([*CP2, "--upipe-prefetch", "on"], "--upipe-prefetch on does nothing without --upipe-offload host"),
         ([*CP2, "--upipe-mlp-tile-tokens", "0"], "--upipe-mlp-tile-tokens 0 is too small; the least is 1"),
         ([*CP2, "--upipe-loss-tile-tokens", "-1"], "--upipe-loss-tile-tokens -1 is too small; the least is 0"),
@@ -71,6 +82,7 @@ def test_refused(argv, message):
         (["--upipe-keep-attention", "all"], UPipeConfig()),
         (["--upipe-keep-attention", "4", "--upipe-checkpoint-every", "4"], dict(keep_attention=4, checkpoint_every=4)),
         (["--upipe-keep-attention", "0"], dict(keep_attention=0)),
+        (["--upipe-checkpoint-every", "1", "--use-megatron-fsdp"], UPipeConfig()),
         (["--upipe-offload", "host", "--upipe-prefetch", "on"], dict(offload="host", prefetch="on")),
         (
             ["--upipe-mlp-tile-tokens", "1", "--upipe-loss-tile-tokens", "7"],
@@ -146,7 +158,8 @@ def test_host_memory_is_checked_on_all_ranks_before_the_first_step(workers):
     needed = fits[0][0]
     tokens, heads, head_dim, hidden = 16 * 2, 12, 10, 28
     attention = tokens * heads * (head_dim + 1) * 8
-    assert needed == 2 * tokens * hidden * 8 + 2 * attention, "two inputs, one kept attention, one made again"
+    # the first layer's attention is made again when the second one's, which was kept, is gone
+    assert needed == 2 * tokens * hidden * 8 + attention
     assert [error for _, error in fits] == [None, None]
     errors = {error for _, error in workers.run(2, _too_small, 2 * needed - 1)}
     assert len(errors) == 1

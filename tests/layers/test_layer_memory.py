@@ -1,6 +1,7 @@
 """Measured live bytes: of a layer by phase, of the loss, of pipeline stages with several micro-batches in flight."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import layer_peak
 import pytest
@@ -11,6 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megatron_upipe.attention import gradients
+from megatron_upipe.integration.host_memory import host_store_bytes
 from megatron_upipe.layers.loss import LossCall, TiledLossFunction
 from megatron_upipe.layers.tiles import Tiles
 from megatron_upipe.memory.host_store import host_store
@@ -18,12 +21,16 @@ from megatron_upipe.planning.live_bytes import LiveBytes
 
 TOKENS, TILE = 512, 16
 STAGE = 4 / layer_peak.HEADS  # of u1: a tensor of one stage with U = P = 4
+# with 16 stages: a stage's rows of weights in small copies, wide as the model, beside 512 tokens
+WEIGHTS = 0.5
 # activations of a tile in forward and backward: z, its halves and gradients, and a dozen of the hidden size
 TILE_U1 = (6 * 2 * layer_peak.FFN / layer_peak.HIDDEN + 12) * TILE / TOKENS
 
 
-def _peaks(rank, policy):
-    return layer_peak.layer_peaks(policy, TOKENS, TILE, ranks=4)
+def _peaks(rank, policy, heads=layer_peak.HEADS, dtype=torch.float32):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "BLOCK", TILE)  # as small beside the tokens as it is at scale
+        return layer_peak.layer_peaks(policy, TOKENS, TILE, ranks=4, heads=heads, dtype=dtype)
 
 
 @pytest.mark.parametrize("policy", ["keep, on the device", "input, on the host"])
@@ -35,6 +42,13 @@ def test_peak_of_each_phase(workers, policy):
         assert 2 < peaks["attention forward"] <= 2 + 13 * STAGE, peaks
         assert full - 1 < peaks["MLP backward"] <= 3 + TILE_U1, peaks
         assert 3 < peaks["MLP forward"] <= 3 + TILE_U1, peaks
+
+
+def test_peak_in_bf16_with_many_stages(workers):
+    """16 stages: dx is summed in fp32, one u1 more and no other."""
+    policy = layer_peak.POLICIES["input, on the host"]
+    for peaks in workers.run(4, _peaks, policy, 64, torch.bfloat16):
+        assert 4 < peaks["attention backward"] <= 4 + 13 * STAGE / 2 + WEIGHTS, peaks
 
 
 def _loss_peak(tokens, vocabulary, tile):
@@ -78,6 +92,7 @@ def _in_flight(rank, grid):
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(5)
+    host_store.cache_clear()  # that of earlier cases in this process
     models = [model.train() for model in runs._models(grid, upipe=True)]
     held, modes = [], []
 
@@ -98,32 +113,66 @@ def _in_flight(rank, grid):
         )
 
     step()  # makes gradients and host buffers
-    buffers = host_store(torch.device("cpu")).buffers
-    repeats = []
+    store = host_store(torch.device("cpu"))
+    buffers = store.buffers
+    repeats, peaks = [], []
     for _ in range(3):  # the least: gloo's threads let go of messages a little late
         held.clear()
         with LiveBytes() as live:
             modes[:] = [live]
             step()
         repeats.append(list(held))
-    assert host_store(torch.device("cpu")).buffers == buffers, "no new ones after the first step"
-    least = [min(values) for values in zip(*repeats, strict=True)]
-    layer_input = grid.length // 2 * grid.micro_batch * runs.HIDDEN * 8
-    return [bytes_ / layer_input for bytes_ in least]
+        peaks.append(live.peak)
+    assert store.buffers == buffers, "no new ones after the first step"
+    layer_input = grid.length // 2 * grid.micro_batch * grid.hidden * 8
+    least = [min(values) / layer_input for values in zip(*repeats, strict=True)]
+    return least, min(peaks) / layer_input, store.bytes, _expected_store_bytes(grid, models)
+
+
+def _expected_store_bytes(grid, models):
+    """What a user is told before the first step."""
+    args = SimpleNamespace(
+        global_batch_size=grid.micro_batch * grid.micro_batches,
+        micro_batch_size=grid.micro_batch,
+        data_parallel_size=1,
+        microbatch_group_size_per_vp_stage=None,
+        pipeline_model_parallel_size=grid.pp,
+        seq_length=grid.length,
+        context_parallel_size=2,
+        hidden_size=grid.hidden,
+        params_dtype=torch.float64,
+        upipe_checkpoint_every=grid.checkpoint_every,
+    )
+    return host_store_bytes(args, models)
+
+
+GRID = replace(BASE, pp=2, micro_batches=4, chunk=30, loss_tile_tokens=24, mlp_tile_tokens=24, layers_per_chunk=1)
 
 
 @pytest.mark.parametrize("virtual", [False, True])
 def test_pipeline_stages_hold_what_the_schedule_explains(workers, virtual):
     """4 micro-batches: with the host store a forward pass in flight leaves less than one layer input on the device."""
-    grid = replace(BASE, pp=2, micro_batches=4, virtual=virtual, chunk=30, loss_tile_tokens=24, mlp_tile_tokens=24)
-    on_device = workers.run(4, _in_flight, grid)
-    on_host = workers.run(4, _in_flight, replace(grid, offload="host"))
+    grid = replace(GRID, virtual=virtual)
+    on_device = [held for held, *_ in workers.run(4, _in_flight, grid)]
+    found = workers.run(4, _in_flight, replace(grid, offload="host"))
+    on_host = [held for held, *_ in found]
     # one input received and one gradient sent; interleaved, for each of two chunks, and one each on the way
     messages = 6 if virtual else 2
     table = 0.3  # Megatron's RoPE table
     for rank in range(4):
         assert max(on_host[rank]) <= messages + table, (rank, on_host[rank])
-    waits = 1 + (grid.heads * grid.head_dim + grid.heads) / runs.HIDDEN  # of the one layer of a chunk: x, out, lse
+    waits = 1 + (grid.heads * grid.head_dim + grid.heads) / grid.hidden  # of the one layer of a chunk: x, out, lse
     assert on_device[0][1] - on_host[0][1] == pytest.approx(waits), "the first stage after its first forward pass"
     in_flight = 4 if virtual else 1  # when a forward pass of the first stage begins in the steady state
     assert max(on_device[0]) - max(on_host[0]) >= in_flight * (waits - 1)
+    for _, _, held, expected in found:
+        assert held == expected, "the host store is as large as the user is told before the first step"
+
+
+def test_peak_does_not_grow_with_the_number_of_micro_batches(workers):
+    grid = replace(GRID, offload="host", layers_per_chunk=2, checkpoint_every=2, keep_attention=1, chunk=8)
+    four, six = (workers.run(4, _in_flight, replace(grid, micro_batches=n)) for n in (4, 6))
+    for rank in range(4):
+        (_, peak, held, expected), (_, more, held_more, _) = four[rank], six[rank]
+        assert more < peak + 2, (rank, peak, more)  # one layer input for each of 2 more micro-batches would be a leak
+        assert held == held_more == expected

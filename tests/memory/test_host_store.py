@@ -19,10 +19,13 @@ class LateCopies:
         self.queue = []
 
     def to_host(self, target, source):
-        self.queue.append((target, source))
+        return self._late(target, source)
 
     def to_device(self, target, source):
         target.fill_(torch.nan)
+        return self._late(target, source)
+
+    def _late(self, target, source):
         self.queue.append((target, source))
         mine = len(self.queue)
         done = []
@@ -46,6 +49,14 @@ def test_what_is_parked_comes_back(copies):
         assert all(torch.equal(p.start().wait(), t) for p, t in zip(parked, tensors, strict=True))
     assert torch.equal(parked[0].start(slice(2, 5)).wait(), tensors[0][2:5])
     assert (store.buffers, store.in_use, store.bytes) == (3, 3, 84 + 40 + 48)
+
+
+def test_a_tensor_may_be_written_to_when_its_copy_is_done():
+    store, tensor = HostStore(LateCopies()), torch.ones(3)
+    parked = store.park(tensor)
+    parked.copied()
+    tensor.zero_()
+    assert torch.equal(parked.start().wait(), torch.ones(3))
 
 
 @pytest.mark.parametrize("copies", [CpuCopies, LateCopies])
@@ -143,7 +154,10 @@ def test_order_of_copies_on_streams(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: log.append(f"kept for {stream.name}"))
     store, tensor = HostStore(CudaCopies(torch.device("cpu"))), torch.arange(3.0)
     parked = store.park(tensor)
-    assert log == ["copies waits for main", "on copies", "kept for copies"]
+    assert log == ["copies waits for main", "on copies", "kept for copies", "event on copies"]
+    log.clear()
+    parked.copied()
+    assert log == ["main waits for the event"]
     log.clear()
     fetch = parked.start()
     assert log == ["copies waits for main", "on copies", "kept for copies", "event on copies"]
