@@ -1,5 +1,6 @@
 """A rank is killed in the middle of a run with the host store: the other ends, and a restart repeats the losses."""
 
+import contextlib
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ def start_ranks(folder, *flags):
             stdout=logs[rank],
             stderr=subprocess.STDOUT,
             env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            start_new_session=True,  # Megatron's checkpoint workers outlive a killed rank
         )
         for rank in range(2)
     ]
@@ -51,7 +53,8 @@ def train_until(folder, iterations, *flags):
 
 def end(ranks):
     for process in ranks:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
