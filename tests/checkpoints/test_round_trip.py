@@ -55,7 +55,7 @@ def _hop(rank, grid, upipe, load, save, initial):
         model.load_state_dict(state)
         assert not any(torch.equal(b, p) for b, p in zip(before, names, strict=True)), "it started from other weights"
         for parameter, name in names.items():
-            assert torch.equal(parameter, runs._shard(name, initial[name], grid)), name
+            assert torch.equal(parameter, runs.shard(name, initial[name], grid)), name
     dist_checkpointing.save(model.sharded_state_dict(), save)
     return initial
 
