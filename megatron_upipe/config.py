@@ -41,6 +41,8 @@ class UPipeConfig:
 
     heads_per_stage: int | None = None
     """U: query heads of a stage over the Ulysses group; None means P, the least memory."""
+    attention_backend: str = "auto"
+    """Name of a kernel (``kernels/select.py``), or ``auto``: the fastest that serves the inputs."""
     rope: str = "stock"
     """``stock``: Megatron's fp32 angles. ``exact``: angles in fp64, reduced modulo 2 pi; needs ``rotary``."""
     rotary: RotarySettings | None = None

@@ -28,7 +28,7 @@ from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.config import UPipeConfig, check_model, check_parallelism
 from megatron_upipe.context.groups import ContextGroups, context_groups
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.kernels.select import select_kernel
+from megatron_upipe.kernels.select import AUTO, passed_over, select_kernel
 
 
 class _NoCoreAttention(torch.nn.Module):
@@ -86,6 +86,7 @@ class UPipeSelfAttention(SelfAttention):
         self.groups = groups
         self.shards = self.world_size if config.sequence_parallel else 1
         self._announced = False
+        self._kernel_inputs: tuple | None = None  # what the plan's kernel was chosen for
         if self.context_parallel:
             self.plan = self._make_plan(groups)
 
@@ -162,6 +163,7 @@ class UPipeSelfAttention(SelfAttention):
                 self.upipe.heads_per_stage,
             ),
             groups=groups,
+            # weights may be made elsewhere than they are used: the first call chooses
             kernel=select_kernel(weight.device, weight.dtype, head_dim),
             head_dim=head_dim,
             scale=config.softmax_scale if config.softmax_scale is not None else 1 / math.sqrt(head_dim),
@@ -172,11 +174,17 @@ class UPipeSelfAttention(SelfAttention):
 
     def _use_kernel_for(self, x: Tensor) -> None:
         """Layers may move to another device or dtype after they are built; the kernel follows."""
-        kernel = select_kernel(x.device, x.dtype, self.plan.head_dim)
-        if kernel is not self.plan.kernel:
-            self.plan = replace(self.plan, kernel=kernel)
-            self._announced = False
-        self._announce_once()
+        inputs = (x.device, x.dtype, self.plan.head_dim)
+        if inputs == self._kernel_inputs:
+            return
+        self._kernel_inputs = inputs
+        name = self.upipe.attention_backend
+        kernel = select_kernel(*inputs, name, deterministic=self.config.deterministic_mode)
+        self.plan = replace(self.plan, kernel=kernel)
+        _announce(self.describe())
+        reasons = passed_over(kernel, *inputs) if x.is_cuda and name == AUTO else []
+        if reasons:
+            _announce(f"attention backends passed over: {'; '.join(reasons)}")
 
     def _announce_once(self) -> None:
         """Not again at every call: the line is only made when the plan is new."""

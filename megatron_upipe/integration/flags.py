@@ -13,6 +13,7 @@ from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
 from megatron_upipe.integration.symbols import Replacement
 from megatron_upipe.integration.upipe_spec import SPEC, check_upipe, wants_upipe
+from megatron_upipe.kernels.select import AUTO, KERNELS
 
 # Megatron's defaults need a GPU; on the CPU stand-in these take their place. Flags given by the user still win.
 CPU_DEFAULTS = {
@@ -60,6 +61,12 @@ def add_upipe_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="U",
         help="query heads of a stage over the Ulysses group: P (the default) needs the least memory, all heads of a "
         "tensor-parallel rank is plain Ulysses; P and R come from --hierarchical-context-parallel-sizes",
+    )
+    group.add_argument(
+        "--upipe-attention-backend",
+        choices=(AUTO, *(kernel.name for kernel in KERNELS)),
+        help="what computes a block of attention: auto (the default) takes the fastest that is installed and serves "
+        "the inputs",
     )
     group.add_argument(
         "--upipe-rope",

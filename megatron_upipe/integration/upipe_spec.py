@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
+
 from megatron_upipe.config import (
     EXACT_ROPE_FROM,
     RotarySettings,
@@ -19,14 +21,17 @@ from megatron_upipe.config import (
     check_parallelism,
 )
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.integration import cpu
 from megatron_upipe.integration.host_memory import check_host_memory
 from megatron_upipe.integration.symbols import Replacement
+from megatron_upipe.kernels.select import select_kernel
 
 SPEC = "megatron_upipe.layer_specs"
 
 # attribute of the arguments -> flag; without the spec they would do nothing
 UPIPE_FLAGS = {
     "upipe_heads_per_stage": "--upipe-heads-per-stage",
+    "upipe_attention_backend": "--upipe-attention-backend",
     "upipe_rope": "--upipe-rope",
     "upipe_keep_attention": "--upipe-keep-attention",
     "upipe_offload": "--upipe-offload",
@@ -103,6 +108,7 @@ def check_upipe(args: Namespace) -> None:
     if args.recompute_activations:
         args.recompute_granularity = "selective"
     check_model(args, training=True)
+    _check_backend(args)
     if args.eod_mask_loss and not args.calculate_per_token_loss:
         _say(
             "with --eod-mask-loss each context-parallel rank divides by its own number of tokens, in Megatron itself; "
@@ -111,6 +117,16 @@ def check_upipe(args: Namespace) -> None:
     if args.create_attention_mask_in_dataloader:
         args.create_attention_mask_in_dataloader = False
         _say("--no-create-attention-mask-in-dataloader set; UPipe masks by itself")
+
+
+def _check_backend(args: Namespace) -> None:
+    """A backend that is asked for must serve the model; ``auto`` finds one."""
+    if args.upipe_attention_backend is None:
+        return
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
+    device = torch.device("cpu" if cpu.is_installed() else "cuda")
+    select_kernel(device, dtype, head_dim, args.upipe_attention_backend)
 
 
 def _check_memory_flags(args: Namespace) -> None:
@@ -194,7 +210,7 @@ def upipe_config(args: Namespace) -> UPipeConfig:
     rope = args.upipe_rope or ("exact" if long and rotary is not None else "stock")
     given = {
         name: getattr(args, f"upipe_{name}")
-        for name in ("offload", "prefetch", "checkpoint_every", "mlp_tile_tokens")
+        for name in ("attention_backend", "offload", "prefetch", "checkpoint_every", "mlp_tile_tokens")
         if getattr(args, f"upipe_{name}") is not None
     }
     return UPipeConfig(
@@ -223,7 +239,7 @@ def check_layers(args: Namespace, model: list) -> None:
             f"--spec asks for UPipe but {len(others)} of {len(attentions)} attention layers are not UPipe, the first "
             f"{name} ({kind}); check the log above for a spec that failed to import"
         )
-    given = [UPIPE_FLAGS[name] for name in LAYER_FLAGS[1:] if getattr(args, name) is not None]
+    given = [UPIPE_FLAGS[name] for name in LAYER_FLAGS[2:] if getattr(args, name) is not None]
     layers = [type(m).__name__ for chunk in model for m in chunk.modules() if isinstance(m, TransformerLayer)]
     foreign = [kind for kind in layers if kind != UPipeTransformerLayer.__name__]
     if given and foreign:

@@ -18,6 +18,7 @@ class Kernel(Protocol):
     """
 
     name: str
+    """For ``--upipe-attention-backend``."""
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why this backend cannot serve such inputs; None if it can."""
@@ -39,4 +40,8 @@ class Kernel(Protocol):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of the block; ``out`` and ``lse`` are *global*: over all blocks of keys, this one included."""
+        ...
+
+    def workspace_bytes(self, batch: int, heads: int, tokens: int, head_dim: int) -> int:
+        """What backward allocates and frees inside for such queries, unseen by torch's counting of tensors."""
         ...

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from megatron_upipe.context.merge import accumulation_dtype
 
 
+@dataclass(frozen=True)
 class ReferenceKernel:
     """Computes in fp32, or in fp64 for fp64 inputs. See ``protocol.Kernel``."""
 
-    name = "reference"
+    name: str = "reference"
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return None if dtype.is_floating_point else f"{dtype} is not a floating-point type"
@@ -37,6 +40,9 @@ class ReferenceKernel:
         dk = (dscores.view(*group, l, -1).transpose(-1, -2) @ q.to(dtype).reshape(*group, l, d)).sum(2)
         dv = (weights.view(*group, l, -1).transpose(-1, -2) @ dout.view(*group, l, d)).sum(2)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+    def workspace_bytes(self, batch: int, heads: int, tokens: int, head_dim: int) -> int:
+        return 3 * batch * heads * tokens * tokens * 4  # scores, weights and a gradient of them
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:

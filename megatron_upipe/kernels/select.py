@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import torch
 
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.kernels.flash_attn_2 import FlashAttn2Kernel
+from megatron_upipe.kernels.flash_attn_3 import FlashAttn3Kernel
+from megatron_upipe.kernels.flash_attn_4 import FlashAttn4Kernel
 from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.kernels.reference import ReferenceKernel
 from megatron_upipe.kernels.torch_cpu import TorchCpuKernel
+from megatron_upipe.kernels.torch_cudnn import TorchCudnnKernel
+from megatron_upipe.kernels.torch_flash import TorchFlashKernel
 
-# Fastest first.
-KERNELS: tuple[Kernel, ...] = (TorchCpuKernel(), ReferenceKernel())
+# In the order in which ``auto`` tries them: the fastest first, by their authors' figures.
+KERNELS: tuple[Kernel, ...] = (
+    FlashAttn3Kernel(),
+    FlashAttn4Kernel(),
+    FlashAttn2Kernel(),
+    TorchFlashKernel(),
+    TorchCudnnKernel(),
+    TorchCpuKernel(),
+    ReferenceKernel(),
+)
+AUTO = "auto"
 
 
-def select_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The fastest kernel that serves such inputs. Raises UPipeError, with each one's reason, if none does."""
+def select_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, name: str = AUTO, deterministic: bool = False
+) -> Kernel:
+    """The kernel called ``name``, or the fastest that serves such inputs.
+
+    ``deterministic``: gradients repeat bit for bit where the backend has a switch for it. Raises UPipeError, with the
+    reasons, if none serves.
+    """
+    candidates = [kernel for kernel in KERNELS if name in (AUTO, kernel.name)]
+    if not candidates:
+        known = ", ".join(kernel.name for kernel in KERNELS)
+        raise UPipeError(f"--upipe-attention-backend {name} does not exist; choose auto, {known}")
     reasons = []
-    for kernel in KERNELS:
+    for kernel in candidates:
         reason = kernel.refuses(device, dtype, head_dim)
         if reason is None:
-            return kernel
+            switch = any(field.name == "deterministic" for field in fields(kernel))
+            return replace(kernel, deterministic=deterministic) if switch else kernel
         reasons.append(f"{kernel.name}: {reason}")
-    raise UPipeError(f"no attention kernel serves {dtype} on {device} with head size {head_dim} ({'; '.join(reasons)})")
+    what = f"{dtype} on {device} with head size {head_dim}"
+    if name == AUTO:
+        raise UPipeError(f"no attention kernel serves {what} ({'; '.join(reasons)})")
+    raise UPipeError(
+        f"--upipe-attention-backend {name} does not serve {what}: {reasons[0]}; auto chooses one that does"
+    )
+
+
+def passed_over(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Why ``auto`` did not take the kernels before ``kernel``, one line each."""
+    names = [other.name for other in KERNELS]
+    faster = KERNELS[: names.index(kernel.name)]
+    return [f"{other.name}: {other.refuses(device, dtype, head_dim)}" for other in faster]

@@ -5,6 +5,8 @@ The operation is ``aten::_scaled_dot_product_flash_attention_for_cpu``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,11 @@ _OPS = torch.ops.aten
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+@dataclass(frozen=True)
 class TorchCpuKernel:
     """See ``protocol.Kernel``."""
 
-    name = "torch-cpu"
+    name: str = "torch-cpu"
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != "cpu":
@@ -31,3 +34,6 @@ class TorchCpuKernel:
         return _OPS._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal, scale=scale
         )
+
+    def workspace_bytes(self, batch: int, heads: int, tokens: int, head_dim: int) -> int:
+        return 0

@@ -43,11 +43,14 @@ def _grad_modes(rank):
     stored = {"keep": [], "nothing": []}
     for mode in ("no_grad", "inference_mode", "eval under no_grad"):
         module.train(mode != "eval under no_grad")
-        with torch.inference_mode() if mode == "inference_mode" else torch.no_grad(), LiveBytes() as live:
-            y = module(x, None, rotary_pos_emb=table)[0]
-        assert y.grad_fn is None and torch.equal(y, wanted.detach())
-        gc.collect()
-        stored["nothing"].append(live.now - y.nbytes)
+        left = []
+        for _ in range(4):  # the least: gloo's threads let go of an exchanged tensor a little late now and then
+            with torch.inference_mode() if mode == "inference_mode" else torch.no_grad(), LiveBytes() as live:
+                y = module(x, None, rotary_pos_emb=table)[0]
+            assert y.grad_fn is None and torch.equal(y, wanted.detach())
+            gc.collect()
+            left.append(live.now - y.nbytes)
+        stored["nothing"].append(min(left))
     module.eval()  # evaluation mode alone does not stop gradients
     with LiveBytes() as live:
         y = module(x, None, rotary_pos_emb=table)[0]
@@ -340,3 +343,17 @@ def test_weight_gradient_pieces():
     gradient.write(lambda w: w[::2], torch.ones(2, 3))
     gradient.write(lambda w: w[1::2], torch.full((6,), 2.0))
     assert torch.equal(gradient.result(), torch.tensor([[1.0] * 3, [2.0] * 3] * 2))
+
+
+def _backend(rank, name):
+    module, x, table = build(Case(upipe=dict(attention_backend=name)))
+    y, _ = module(x, None, rotary_pos_emb=table)
+    return module.plan.kernel.name, y.detach()
+
+
+def test_the_backend_asked_for(workers):
+    """The first call chooses it, from what its input is."""
+    found = [workers.run(2, _backend, name) for name in ("auto", "reference")]
+    for (auto, y), (reference, same) in zip(*found, strict=True):
+        assert (auto, reference) == ("torch-cpu", "reference")
+        torch.testing.assert_close(y, same, rtol=1e-12, atol=1e-12)

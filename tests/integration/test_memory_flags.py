@@ -38,6 +38,9 @@ def parse(*argv):
         ([*MODEL, "--upipe-offload", "host"], "--upipe-offload does nothing without the spec"),
         ([*MODEL, *SPEC, "--upipe-offload", "host"], "--upipe-offload does nothing with --context-parallel-size 1"),
         ([*MODEL, *SPEC, "--upipe-mlp-tile-tokens", "8"], "--upipe-mlp-tile-tokens does nothing with --context"),
+        ([*CP2, "--upipe-attention-backend", "torch-flash"], "torch-flash does not serve .*: needs CUDA tensors"),
+        ([*CP2, "--upipe-attention-backend", "flash-attn-2"], "flash-attn-2 does not serve .* pip install"),
+        ([*CP2, "--upipe-attention-backend", "fast"], "--upipe-attention-backend: invalid choice: 'fast' .choose from"),
         ([*CP2, "--upipe-keep-attention", "5"], r"--upipe-keep-attention 5 is more than the 4 layers; .* 4 \(or all\)"),
         (
             [*CP2, "--upipe-keep-attention", "most"],
@@ -80,6 +83,7 @@ def test_refused(argv, message):
     [
         ([], UPipeConfig()),
         (["--upipe-keep-attention", "all"], UPipeConfig()),
+        (["--upipe-attention-backend", "reference"], dict(attention_backend="reference")),
         (["--upipe-keep-attention", "4", "--upipe-checkpoint-every", "4"], dict(keep_attention=4, checkpoint_every=4)),
         (["--upipe-keep-attention", "0"], dict(keep_attention=0)),
         (["--upipe-checkpoint-every", "1", "--use-megatron-fsdp"], UPipeConfig()),
@@ -97,7 +101,15 @@ def test_accepted(argv, wanted):
     args = parse(*CP2, *argv)
     flags.check_flags(args)
     found, wanted = upipe_config(args), wanted if isinstance(wanted, UPipeConfig) else UPipeConfig(**wanted)
-    for name in ("keep_attention", "offload", "prefetch", "checkpoint_every", "mlp_tile_tokens", "loss_tile_tokens"):
+    for name in (
+        "attention_backend",
+        "keep_attention",
+        "offload",
+        "prefetch",
+        "checkpoint_every",
+        "mlp_tile_tokens",
+        "loss_tile_tokens",
+    ):
         assert getattr(found, name) == getattr(wanted, name)
 
 

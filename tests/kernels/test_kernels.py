@@ -6,9 +6,11 @@ import torch.nn.functional as F
 
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.kernels.reference import ReferenceKernel
-from megatron_upipe.kernels.select import KERNELS, select_kernel
+from megatron_upipe.kernels.select import KERNELS as ALL_KERNELS
+from megatron_upipe.kernels.select import passed_over, select_kernel
 
 CPU = torch.device("cpu")
+KERNELS = [kernel for kernel in ALL_KERNELS if kernel.name in ("torch-cpu", "reference")]  # those that run here
 SHAPES = [(3, 6, 2, 17, 17, 8), (1, 4, 4, 24, 24, 16), (2, 5, 1, 9, 31, 4)]  # b, m, c, l, l', d
 
 
@@ -93,6 +95,20 @@ def test_rows_without_keys():
 
 def test_selection():
     assert select_kernel(CPU, torch.float32, 8).name == "torch-cpu"
+    assert select_kernel(CPU, torch.float32, 8, "reference").name == "reference"
     assert select_kernel(torch.device("meta"), torch.float32, 8).name == "reference"
     with pytest.raises(UPipeError, match=r"no attention kernel serves torch.int64 .*reference: torch.int64 is not"):
         select_kernel(CPU, torch.int64, 8)
+    with pytest.raises(UPipeError, match=r"--upipe-attention-backend fast does not exist; choose auto, flash-attn-3, "):
+        select_kernel(CPU, torch.float32, 8, "fast")
+    with pytest.raises(UPipeError, match=r"flash-attn-2 does not serve .* pip install 'flash-attn>=2.7'"):
+        select_kernel(CPU, torch.bfloat16, 8, "flash-attn-2")
+    with pytest.raises(UPipeError, match=r"torch-flash does not serve .*: needs CUDA tensors; auto chooses one"):
+        select_kernel(CPU, torch.bfloat16, 8, "torch-flash")
+
+
+def test_reasons_of_the_faster_ones():
+    kernel = select_kernel(CPU, torch.float32, 8)
+    reasons = passed_over(kernel, CPU, torch.float32, 8)
+    assert len(reasons) == 5 and all(": " in reason for reason in reasons)
+    assert reasons[3] == "torch-flash: needs CUDA tensors"

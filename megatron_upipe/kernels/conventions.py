@@ -1,0 +1,52 @@
+"""What the GPU backends share: devices and sizes they serve, tokens before heads, lse of rows without keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def refuses_on_gpu(
+    device: torch.device, dtype: torch.dtype, head_dim: int, architectures: range, most: int = 256, multiple: int = 8
+) -> str | None:
+    """Why a CUDA backend for 16-bit inputs cannot serve such inputs. ``architectures``: major compute capabilities."""
+    if device.type != "cuda":
+        return "needs CUDA tensors"
+    if dtype not in HALF:
+        return f"{dtype} is not supported; it takes bf16 and fp16"
+    if head_dim % multiple or head_dim > most:
+        return f"head size {head_dim} is not supported; it takes multiples of {multiple} up to {most}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in architectures:
+        return f"compute capability {major}.{minor} is not supported"
+    return None
+
+
+def imported(module: str, *names: str) -> list[Callable] | str:
+    """Functions of an optional package, or why they cannot be had."""
+    try:
+        found = import_module(module)
+    except ImportError as error:
+        return f"{module} cannot be imported ({error})"
+    missing = [name for name in names if not hasattr(found, name)]
+    return f"{module} has no {missing[0]}" if missing else [getattr(found, name) for name in names]
+
+
+def tokens_first(*tensors: Tensor) -> list[Tensor]:
+    """Views [b, n, l, d] -> [b, l, n, d], or back."""
+    return [t.transpose(1, 2) for t in tensors]
+
+
+def minus_infinity_without_keys(lse: Tensor) -> Tensor:
+    """flash-attn gives rows without keys +inf."""
+    return lse.masked_fill(lse == torch.inf, -torch.inf)
+
+
+def fp32_dq_bytes(batch: int, heads: int, tokens: int, head_dim: int) -> int:
+    """The fp32 dq that flash-attn's backward kernels add up in; tokens are rounded up to blocks of 128."""
+    return batch * heads * -(-tokens // 128) * 128 * head_dim * 4
