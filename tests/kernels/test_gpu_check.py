@@ -1,0 +1,40 @@
+"""``benchmarks/gpu_check.py`` runs on small shapes here, and finds a backend that is wrong."""
+
+import json
+import sys
+from dataclasses import dataclass
+
+import gpu_check
+
+from megatron_upipe.kernels.torch_cpu import TorchCpuKernel
+
+
+def run(monkeypatch, tmp_path):
+    out = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cpu", "--json", str(out)])
+    status = gpu_check.main()
+    return status, json.loads(out.read_text())["rows"]
+
+
+def test_runs(monkeypatch, tmp_path, capsys):
+    status, rows = run(monkeypatch, tmp_path)
+    assert status == 0 and "0 of 10 checks failed" in capsys.readouterr().out
+    assert {row["check"] for row in rows} == {"passed over", "errors", "merged", "speed", "stages"}
+    stages = next(row for row in rows if row["check"] == "stages" and row["backend"] == "torch-cpu")
+    assert stages["counted U 4"] < stages["counted U 32"] and 0 < stages["keep/input"] < 1
+
+
+@dataclass(frozen=True)
+class Wrong(TorchCpuKernel):
+    name: str = "wrong"
+
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        dq, dk, dv = super().backward(dout, q, k, v, out, lse, causal, scale)
+        return dq, dk * 1.05, dv
+
+
+def test_a_wrong_backend_is_found(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu_check, "KERNELS", (Wrong(),))
+    status, rows = run(monkeypatch, tmp_path)
+    assert status == 1 and [row["good"] for row in rows if row["check"] == "errors"] == [False] * 4
+    assert "WRONG" in capsys.readouterr().out
