@@ -13,11 +13,13 @@ from torch import Tensor
 from megatron_upipe.kernels.conventions import fp32_dq_bytes, refuses_on_gpu
 
 _OPS = torch.ops.aten
+# Versions of torch differ in whether lse has a last dimension of 1; backward takes what forward has given.
+_lse_dimensions = 3
 
 
 @dataclass(frozen=True)
 class TorchCudnnKernel:
-    """See ``protocol.Kernel``. lse comes as [b, m, L, 1]."""
+    """See ``protocol.Kernel``. Gradients do not repeat bit for bit."""
 
     name: str = "torch-cudnn"
 
@@ -28,7 +30,9 @@ class TorchCudnnKernel:
         return reason
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        global _lse_dimensions
         out, lse, *_ = _OPS._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        _lse_dimensions = lse.dim()
         return out, lse.view(q.shape[:3])
 
     def backward(
@@ -37,7 +41,9 @@ class TorchCudnnKernel:
         # None is an undefined tensor: no bias and no list of sequence lengths
         sequences = (None, None, q.shape[2], k.shape[2])
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which there is none of
-        lse = lse.contiguous().unsqueeze(-1)
+        lse = lse.contiguous()
+        if _lse_dimensions > lse.dim():
+            lse = lse.unsqueeze(-1)
         return _OPS._scaled_dot_product_cudnn_attention_backward(
             *(dout, q, k, v, out, lse, seed, seed, None, *sequences, 0.0, causal), scale=scale
         )

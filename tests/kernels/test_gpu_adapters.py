@@ -127,8 +127,8 @@ def test_torchs_operations_take_our_arguments(kernel):
 class _Operations:
     """torch.ops.aten with the two CUDA operations computed by the reference; arguments are checked by their schema."""
 
-    def __init__(self, name):
-        self._name = name
+    def __init__(self, lse_dimensions):
+        self._lse_dimensions = lse_dimensions
 
     def __getattr__(self, name):
         schema = getattr(torch.ops.aten, name).default._schema
@@ -141,19 +141,22 @@ class _Operations:
                 assert given.get(sequences) is None, "a defined tensor would mean packed documents, or a bias"
             reference, common = ReferenceKernel(), (given["is_causal"], given["scale"])
             q, k, v = given["query"], given["key"], given["value"]
+            extra = "cudnn" in name and self._lse_dimensions == 4
             if name.endswith("_backward"):
+                assert given["logsumexp"].dim() == 3 + extra
                 assert (given["max_q"], given["max_k"]) == (q.shape[2], k.shape[2])
                 lse = given["logsumexp"].view(q.shape[:3])
                 return reference.backward(given["grad_out"], q, k, v, given["out"], lse, *common)
             out, lse = reference.forward(q, k, v, *common)
-            return out, lse.unsqueeze(-1) if "cudnn" in name else lse, None
+            return out, lse.unsqueeze(-1) if extra else lse, None
 
         return call
 
 
 @pytest.mark.parametrize(("kernel", "module"), zip(TORCH, (torch_flash, torch_cudnn), strict=True))
-def test_torchs_operations_are_called_right(monkeypatch, kernel, module):
-    monkeypatch.setattr(module, "_OPS", _Operations(kernel.name))
+@pytest.mark.parametrize("dimensions", [3, 4])
+def test_torchs_operations_are_called_right(monkeypatch, kernel, module, dimensions):
+    monkeypatch.setattr(module, "_OPS", _Operations(dimensions))
     q, k, v, dout = inputs()
     reference = ReferenceKernel()
     for f, w in zip(kernel.forward(q, k, v, True, 0.3), reference.forward(q, k, v, True, 0.3), strict=True):
