@@ -1,11 +1,14 @@
 """Random legal compositions against the unsharded stock run: gradients after finalize, norms, three optimizer steps."""
 
+from dataclasses import replace
+
 import pytest
 from composition import runs
 from composition.grids import WORLD, draw
 
 TOLERANCE = 1e-4  # fp32, relative to the largest value of the parameter
-SEEDS = range(9)
+EXACT, EXACT_WITH_GATES = 1e-10, 1e-7  # fp64; Megatron takes the sigmoid of output gates in fp32
+SEEDS = (*range(9), 1008)  # 1008: rounding of a k norm's gradient just above the tolerance
 
 
 def check(workers, grid, tolerance=TOLERANCE):
@@ -16,6 +19,10 @@ def check(workers, grid, tolerance=TOLERANCE):
     assert seen == set(wanted.gradients), (grid, seen ^ set(wanted.gradients))
     everything = [(value, name) for errors in found for name, value in errors.items()]
     bad = [(value, name) for value, name in everything if not value <= tolerance]  # NaN is bad
+    if grid.precision == "fp32" and bad and all(v < 10 * tolerance and "_layernorm" in name for v, name in bad):
+        # gradients of q/k norms are sums that cancel: in fp64 rounding and error are told apart
+        exact = replace(grid, precision="fp64", loss_tile_tokens=grid.loss_tile_tokens or 1024)
+        return check(workers, exact, EXACT_WITH_GATES if grid.gate else EXACT)
     assert not bad, (bad[:5], grid)
     return max(everything)
 
