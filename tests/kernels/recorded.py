@@ -183,7 +183,10 @@ def flash_attn_4_backward(
     dv=None,
 ):
     CALLS.append(dict(locals()))
-    return tuple(_backward(dout, q, k, v, out, lse, causal, softmax_scale))
+    gradients = _backward(dout, q, k, v, out, lse, causal, softmax_scale)
+    for target, gradient in zip((dq, dk, dv), gradients, strict=True):
+        target.copy_(gradient)
+    return dq, dk, dv
 
 
 MODULES = {
