@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_upipe.attention.elementwise import ElementwiseGradient
-from megatron_upipe.attention.gradients import InputGradient, WeightGradient, transposed_product
+from megatron_upipe.attention.gradients import InputGradient, WeightGradient, flat, transposed_product
 from megatron_upipe.attention.heads import key_value_rows, projection_columns, query_heads, query_rows
 from megatron_upipe.attention.input import AttentionInput
 from megatron_upipe.attention.kept import DeviceAttention, KeptAttention
@@ -149,7 +149,7 @@ class _Backward:
         out, lse = next(pieces)
         projected, dout = (out, None) if not plan.output_gate else self._through_gate(stage, out, columns)
         if self.dproj is not None:
-            self.dproj.write(columns, transposed_product(_flat(self.dy), _flat(projected.flatten(2)), self.dproj.dtype))
+            self.dproj.write(columns, transposed_product(flat(self.dy), flat(projected.flatten(2)), self.dproj.dtype))
         del projected
         out = to_heads(out, ulysses)
         dout = to_heads(self._dprojected(columns, shape) if dout is None else dout, ulysses)
@@ -224,18 +224,13 @@ class _Backward:
         gradients = [gradient for gradient, _ in self.pending]
         if self.dx is not None:
             weights = [rows(self.weights.qkv).reshape(-1, self.dy.shape[-1]) for _, rows in self.pending]
-            self.dx.add(_flat(torch.cat(gradients, dim=2)), torch.cat(weights))
+            self.dx.add(flat(torch.cat(gradients, dim=2)), torch.cat(weights))
         for gradient, rows in self.pending:
             if self.dqkv is not None:
                 self.dqkv.write(rows, self.x.transposed_product(gradient, self.dqkv.dtype))
             if self.dbias is not None:
                 self.dbias.write(rows, gradient.sum((0, 1), dtype=accumulation_dtype(gradient.dtype)))
         self.pending.clear()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """[s, b, n] -> [s*b, n]."""
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _refuse_segments(segments: None) -> None:

@@ -74,6 +74,11 @@ class WeightGradient:
         return make(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """[s, b, n] -> [s*b, n]."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
 def transposed_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """``left^T @ right``; in ``dtype`` fp32 not rounded to the inputs' lower precision on the way."""
     if dtype != torch.float32 or left.dtype.itemsize >= dtype.itemsize:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_upipe.attention.gradients import transposed_product
+from megatron_upipe.attention.gradients import flat, transposed_product
 from megatron_upipe.context.merge import accumulation_dtype
 
 
@@ -46,14 +46,9 @@ class AttentionInput:
     def transposed_product(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Gradient of the weight of ``project``, [n, hidden], from that of its result [s, b, n]; summed in fp32."""
         if self.norm is None:
-            return transposed_product(_flat(gradient), _flat(self.tokens), dtype)
+            return transposed_product(flat(gradient), flat(self.tokens), dtype)
         total = None
         for rows, normed in self.tiles():
-            part = transposed_product(_flat(gradient[rows]), _flat(normed), accumulation_dtype(gradient.dtype))
+            part = transposed_product(flat(gradient[rows]), flat(normed), accumulation_dtype(gradient.dtype))
             total = part if total is None else total.add_(part)
         return total
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """[s, b, n] -> [s*b, n]."""
-    return tensor.reshape(-1, tensor.shape[-1])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_upipe.attention.elementwise import ElementwiseGradient, apply_norm
 from megatron_upipe.attention.function import AttentionCall
-from megatron_upipe.attention.gradients import WeightGradient
+from megatron_upipe.attention.gradients import WeightGradient, flat
 from megatron_upipe.attention.linears import UPipeColumnParallelLinear, parameters_of
 from megatron_upipe.context.merge import accumulation_dtype
 from megatron_upipe.errors import UPipeError
@@ -93,13 +93,13 @@ class DenseBackward:
         with torch.enable_grad():
             activated = activation(self._mlp, intermediate, self._b1)
         if dw2 is not None:
-            dw2.add_product(_flat(dout), _flat(activated.detach()))
+            dw2.add_product(flat(dout), flat(activated.detach()))
         (dintermediate,) = torch.autograd.grad(activated, intermediate, dout @ self._w2)
         del activated, intermediate, dout
         if db1 is not None:
             db1.add(_sum(dintermediate))
         if dw1 is not None:
-            dw1.add_product(_flat(dintermediate), _flat(normed))
+            dw1.add_product(flat(dintermediate), flat(normed))
         dnormed = self._attention.reduce_input(dintermediate @ self._w1)
         del dintermediate, normed
         return self._dnorm.through(lambda t, p: apply_norm(self._norm, t, p), hidden, dnormed).add_(dy)
@@ -130,10 +130,6 @@ class AnyBackward:
 
     def result(self) -> list[Tensor | None]:
         return self._gradients
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _sum(tensor: Tensor) -> Tensor:
