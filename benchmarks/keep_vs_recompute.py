@@ -17,10 +17,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_upipe.integration import cpu
+from megatron_upipe.integration.selftest.layers import SWIGLU
 from megatron_upipe.integration.selftest.parity import Case, initialize, make_config
 from megatron_upipe.layer_specs import upipe_layer_spec
 
-LLAMA = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=False)
 KEEP, INPUT = "keep", "input"
 
 
@@ -32,7 +32,7 @@ def make_layer(args: argparse.Namespace, kept_layers: int) -> torch.nn.Module:
         args.heads_per_stage,
         head_dim=args.hidden // args.heads,
         hidden=args.hidden,
-        config=LLAMA,
+        config=SWIGLU,
         upipe=dict(keep_attention=kept_layers),
     )
     config = make_config(case, ranks, 1, ffn_hidden_size=int(3.5 * args.hidden), params_dtype=torch.float32)

@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_upipe.integration import cpu
+from megatron_upipe.integration.selftest.layers import SWIGLU
 from megatron_upipe.integration.selftest.parity import Case, initialize, make_config
 from megatron_upipe.layer_specs import upipe_layer_spec
 from megatron_upipe.layers import function
@@ -33,7 +34,6 @@ POLICIES = {
 }
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 32, 8, 8, 256, 896  # Llama3-8B's over 16
 REPEATS = 3
-LLAMA = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=False)
 
 
 class Phases:
@@ -70,7 +70,7 @@ def layer_peaks(
         micro_batch=1,
         head_dim=HEAD_DIM,
         hidden=hidden,
-        config=LLAMA,
+        config=SWIGLU,
         upipe=dict(mlp_tile_tokens=tile_tokens, **policy),
     )
     config = make_config(case, ranks, 1, num_layers=2, ffn_hidden_size=FFN * heads // HEADS, params_dtype=dtype)

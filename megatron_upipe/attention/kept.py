@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -62,7 +62,7 @@ class HostAttention:
         self._out, self._lse = [out for out, _ in pairs], [lse for _, lse in pairs]
 
     def rows(self, tiles: Sequence[Rows]) -> Iterator[Tensor]:
-        def start(pieces: Rows) -> Iterator:
+        def start(pieces: Rows) -> Callable[[], Tensor]:
             fetches = [[part.start(rows) for rows in pieces] for part in self._out]
 
             def finish() -> Tensor:
@@ -80,7 +80,7 @@ class HostAttention:
         return fetched_ahead([lambda pieces=pieces: start(pieces) for pieces in tiles])
 
     def stages(self) -> Iterator[tuple[Tensor, Tensor]]:
-        def start(i: int) -> Iterator:
+        def start(i: int) -> Callable[[], tuple[Tensor, Tensor]]:
             out, lse = self._out[i].start(), self._lse[i].start()
             return lambda: (out.wait(), lse.wait())
 

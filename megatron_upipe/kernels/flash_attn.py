@@ -6,6 +6,7 @@ are called. None has been run on a GPU so far.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ from megatron_upipe.kernels.conventions import (
 
 
 @dataclass(frozen=True)
-class FlashAttention:
+class FlashAttention(ABC):
     """See ``protocol.Kernel``. The packages take [b, l, n, d], strided but for the last axis."""
 
     deterministic: bool = False
@@ -36,13 +37,13 @@ class FlashAttention:
     """Major compute capabilities."""
     largest_head: ClassVar[int] = 256
 
+    @abstractmethod
     def call_forward(self, function: Callable, q: Tensor, k: Tensor, v: Tensor, **common: Any) -> tuple:
         """out and lse first; ``common`` are softmax_scale and causal."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call_backward(self, function: Callable, gradients: list[Tensor], lse: Tensor, **common: Any) -> None:
         """Fills ``gradients`` (dq, dk, dv); ``common`` are also dout, q, k, v, out and deterministic."""
-        raise NotImplementedError
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         functions = imported(self.module, *self.functions)

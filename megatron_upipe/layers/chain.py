@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_upipe.attention.kept import DeviceAttention, HostAttention, KeptAttention
-from megatron_upipe.memory.host_store import Fetch, HostStore, Parked
+from megatron_upipe.memory.host_store import READ_TWICE, Fetch, HostStore, Parked
 
 
 class Steps(Protocol):
@@ -33,7 +33,7 @@ class _OnDevice:
 
     def start(self) -> Fetch:
         if self._tensor is None:
-            raise RuntimeError("read after release: backward through the same graph twice is not possible with UPipe")
+            raise RuntimeError(READ_TWICE)
         if self._tensor._version != self._version:
             raise RuntimeError("the input of a UPipe layer was modified in place after the layer had read it")
         return Fetch(self._tensor, lambda: None)
@@ -109,7 +109,7 @@ class Waiting:
         waiting = self
         while waiting._x is None:
             if waiting.previous is None:
-                raise RuntimeError("read after release: backward through one graph twice is not possible with UPipe")
+                raise RuntimeError(READ_TWICE)
             yield waiting
             waiting = waiting.previous
 

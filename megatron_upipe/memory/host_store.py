@@ -19,6 +19,8 @@ from torch import Tensor
 
 from megatron_upipe.errors import UPipeError
 
+READ_TWICE = "read after release: backward through the same graph twice is not possible with UPipe"
+
 
 class Copies(Protocol):
     """How bytes travel. A call starts the copy and returns what is to be called before ``target`` is read, or
@@ -128,7 +130,7 @@ class Parked:
     def start(self, rows: slice = slice(None)) -> Fetch:
         """Starts to copy these rows of the first axis to the device."""
         if not self._finalizer.alive:
-            raise RuntimeError("read after release: backward through the same graph twice is not possible with UPipe")
+            raise RuntimeError(READ_TWICE)
         source = self._host[rows]
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         return Fetch(target, self._store.copies.to_device(target, source))

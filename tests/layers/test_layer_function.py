@@ -4,48 +4,13 @@ import gc
 
 import pytest
 import torch
-from megatron.core import parallel_state
-from megatron.core.activations import squared_relu
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import build_module
+from layers.stack import HOST, LAYERS, build, run
 
 from megatron_upipe.attention import core
-from megatron_upipe.context.layout import SequenceLayout
-from megatron_upipe.integration.selftest.parity import Case, _randomise, initialize, local, make_config, rotary_table
-from megatron_upipe.layer_specs import upipe_layer_spec
+from megatron_upipe.integration.selftest.parity import Case
 from megatron_upipe.layers import function, transformer_layer
 from megatron_upipe.memory.host_store import host_store
 from megatron_upipe.planning.live_bytes import LiveBytes
-
-SWIGLU = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=False)
-LAYERS = 4
-HOST = dict(offload="host")
-
-
-def build(case=None, **upipe):
-    """``LAYERS`` layers on 2 ranks, x, RoPE table."""
-    if not parallel_state.model_parallel_is_initialized():
-        initialize(2, 1)
-    case = case or Case(config=SWIGLU, upipe={"mlp_tile_tokens": 5, **upipe})
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    config = make_config(case, 2, 1, num_layers=LAYERS)
-    torch.manual_seed(4)
-    layers = [
-        build_module(upipe_layer_spec, config=config, layer_number=i + 1, pg_collection=groups).double()
-        for i in range(LAYERS)
-    ]
-    for layer in layers:
-        _randomise(layer)
-    length = 4 * case.chunk
-    x = torch.randn(length // 2, case.micro_batch, case.hidden, dtype=torch.float64)
-    table = local(rotary_table(case, length), SequenceLayout(2, 1), parallel_state.get_context_parallel_rank())
-    return layers, x, table
-
-
-def run(layers, x, table):
-    for layer in layers:
-        x, _ = layer(x, None, rotary_pos_emb=table)
-    return x
 
 
 class Counts(dict):
@@ -371,43 +336,3 @@ def test_nothing_grows_in_100_iterations(workers):
         assert set(buffers) == {buffers[0]} and buffers[0][2] == 0
         # gloo's threads let go of an exchanged tensor a little late now and then
         assert min(live_bytes[50:]) <= min(live_bytes[:50]) and at_last <= live_bytes[0]
-
-
-def _activations(rank, config):
-    """(ours, Megatron's MLP with the same weights): the result of a tile and the gradient of its input."""
-    layers, _, _ = build(Case(config=config))
-    layer = layers[0].to(torch.float32)
-    torch.manual_seed(rank)
-    hidden, dy = torch.randn(7, 2, 28), torch.randn(7, 2, 28)
-    call = layer.self_attention.call(hidden, None)
-    needs = [True] * len(transformer_layer.mlp_parameters(layer))
-    backward = transformer_layer.DenseBackward(layer, call, needs, fuse=False)
-    ours = [backward.tile(hidden, dy), *backward.result()]
-    leaf = hidden.clone().requires_grad_()
-    layer.train()
-    layer._forward_mlp(leaf).backward(dy)
-    stock = [leaf.grad, *(p.grad for p in transformer_layer.mlp_parameters(layer))]
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, stock, strict=True))
-
-
-ACTIVATIONS = {
-    "SwiGLU": SWIGLU,
-    "fused SwiGLU": {**SWIGLU, "bias_activation_fusion": True},
-    "clamped SwiGLU": dict(**SWIGLU, activation_func_clamp_value=0.3, glu_linear_offset=1.0),
-    "GEGLU with biases": dict(
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.gelu,
-        bias_activation_fusion=False,
-        add_bias_linear=True,
-    ),
-    "fused GEGLU": dict(gated_linear_unit=True, bias_activation_fusion=True),
-    "GELU": dict(bias_activation_fusion=False, normalization="LayerNorm"),
-    "fused GELU, which is the tanh approximation": dict(bias_activation_fusion=True, add_bias_linear=True),
-    "squared ReLU": dict(activation_func=squared_relu, bias_activation_fusion=False),
-}
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_megatrons(workers, name):
-    for error in workers.run(2, _activations, ACTIVATIONS[name]):
-        assert error < 1e-5

@@ -25,6 +25,7 @@ from megatron_upipe.integration.selftest.parity import (
     local,
     make_config,
     relative_error,
+    tp_shard,
 )
 
 LAYERS = 2
@@ -59,7 +60,7 @@ def compare_layers(
         _randomise(theirs)
         with torch.no_grad():
             for name, parameter in mine.named_parameters():
-                parameter.copy_(_tp_shard(name, theirs.get_parameter(name), tp, tp_rank))
+                parameter.copy_(tp_shard(name, theirs.get_parameter(name), tp))
     x, dy, table = inputs(case, layout, torch.float64)
 
     def shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,7 +81,7 @@ def compare_layers(
     for index, (theirs, mine) in enumerate(zip(stock, ours, strict=True)):
         for name, parameter in mine.named_parameters():
             gradient = finalized(name, parameter.grad, tp_sum=_is_share(name, sp))
-            reference = _tp_shard(name, theirs.get_parameter(name).grad, tp, tp_rank)
+            reference = tp_shard(name, theirs.get_parameter(name).grad, tp)
             errors[f"{index}.{name}"] = relative_error(gradient, reference)
     return errors
 
@@ -88,12 +89,3 @@ def compare_layers(
 def _is_share(name: str, sp: bool) -> bool:
     """Whether a tensor-parallel rank has a share of a whole parameter's gradient, that of its heads or its tokens."""
     return "q_layernorm" in name or "k_layernorm" in name or (sp and "layernorm" in name)
-
-
-def _tp_shard(name: str, whole: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """This tensor-parallel rank's part of a layer's parameter, or of its gradient."""
-    if "linear_fc1." in name:  # gate and up halves are split each
-        return torch.cat([half.chunk(tp)[rank] for half in whole.chunk(2)])
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return whole.chunk(tp, 1)[rank]
-    return whole.chunk(tp)[rank] if "linear_qkv." in name else whole

@@ -139,10 +139,13 @@ def upipe_attention(
 
 
 def tp_shard(name: str, whole: torch.Tensor, tp: int) -> torch.Tensor:
-    """This rank's part of a parameter of self-attention, or of its gradient."""
+    """This rank's part of a parameter of self-attention or of a layer with a gated MLP, or of its gradient."""
     rank = parallel_state.get_tensor_model_parallel_rank()
-    dims = {"linear_qkv.weight": 0, "linear_qkv.bias": 0, "linear_proj.weight": 1}
-    return whole.chunk(tp, dims[name])[rank] if name in dims else whole
+    if "linear_fc1." in name:  # gate and up halves are split each
+        return torch.cat([half.chunk(tp)[rank] for half in whole.chunk(2)])
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return whole.chunk(tp, 1)[rank]
+    return whole.chunk(tp)[rank] if "linear_qkv." in name else whole
 
 
 def _randomise(module: torch.nn.Module) -> None:
