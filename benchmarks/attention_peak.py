@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_upipe.attention.function import AttentionCall, UPipeAttentionFunction
-from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
+from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, Elementwise
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.context.layout import SequenceLayout
@@ -53,10 +53,9 @@ def peak_bytes(args: argparse.Namespace, groups: ContextGroups, heads_per_stage:
     call = AttentionCall(
         plan=plan,
         elementwise=Elementwise(same, same, linear=True),
-        weights=lambda: AttentionWeights(qkv, None, proj),
-        project=lambda out: out @ proj.t(),
+        parameters=lambda: AttentionParameters(qkv, None, proj),
         gather=same,
-        reduce_input=same,
+        reduce=same,
     )
     peaks = []
     for _ in range(REPEATS):

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from megatron_upipe.attention.core import AttentionNeeds, attention_backward, attention_forward
 from megatron_upipe.attention.input import AttentionInput
-from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
+from megatron_upipe.attention.kept import KeptAttention
+from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, AttentionWeights, Elementwise
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.context.layout import SequenceLayout
@@ -190,7 +191,7 @@ def stages(check: Check, kernel: Kernel) -> None:
     if kernel.name == "reference" and check.device.type == "cuda":
         return
     d, hidden = check.sizes["head_dim"], check.sizes["hidden"]
-    weights = AttentionWeights(
+    weights = AttentionParameters(
         check.random((HEADS + 2 * KV_HEADS) * d, hidden) / hidden**0.5, None, check.random(hidden, HEADS * d) / 64
     )
     elementwise = Elementwise(lambda t, _: t, lambda t, _: t, linear=True)
@@ -205,7 +206,7 @@ def stages(check: Check, kernel: Kernel) -> None:
         for index in range(4):
             for u, plan in plans.items():
                 taken = check.seconds(_step, x, dy, weights, elementwise, plan)
-                first = check.seconds(attention_forward, AttentionInput(x), weights, elementwise, plan)
+                first = check.seconds(_forward, x, weights, elementwise, plan)
                 if index:
                     seconds[u].append(taken)
                     again += [first / (taken + first)] if u == 4 else []
@@ -228,9 +229,16 @@ def _plan(kernel: Kernel, heads_per_stage: int, head_dim: int) -> AttentionPlan:
     )
 
 
-def _step(x: Tensor, dy: Tensor, weights: AttentionWeights, elementwise: Elementwise, plan: AttentionPlan) -> None:
-    kept = attention_forward(AttentionInput(x), weights, elementwise, plan)
-    attention_backward(dy, AttentionInput(x), kept, weights, elementwise, plan, AttentionNeeds(True, True, False, True))
+def _forward(x: Tensor, weights: AttentionParameters, elementwise: Elementwise, plan: AttentionPlan) -> KeptAttention:
+    read = AttentionWeights.of(weights, plan.precision)
+    return attention_forward(AttentionInput(x, plan.precision), read, elementwise, plan)
+
+
+def _step(x: Tensor, dy: Tensor, weights: AttentionParameters, elementwise: Elementwise, plan: AttentionPlan) -> None:
+    kept = _forward(x, weights, elementwise, plan)
+    read = AttentionWeights.of(weights, plan.precision)
+    tokens = AttentionInput(x, plan.precision, backward=True)
+    attention_backward(dy, tokens, kept, read, elementwise, plan, AttentionNeeds(True, True, False, True))
 
 
 def _peaks(check: Check, u: int, u1: int, step: Callable[[], None], kernel: Kernel, tokens: int) -> dict[str, float]:

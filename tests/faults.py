@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_upipe.attention import core, module
-from megatron_upipe.attention.plan import AttentionWeights
+from megatron_upipe.attention.plan import AttentionParameters
 from megatron_upipe.context import exchange, ring
 
 
@@ -67,9 +67,9 @@ def _read_weights_past_the_call(patch):
     """As if no hook had to gather them."""
 
     def weights(self):
-        return AttentionWeights(self.linear_qkv.weight, self.linear_qkv.bias, self.linear_proj.weight)
+        return AttentionParameters(self.linear_qkv.weight, self.linear_qkv.bias, self.linear_proj.weight)
 
-    patch.setattr(module.UPipeSelfAttention, "_weights", weights)
+    patch.setattr(module.UPipeSelfAttention, "_attention_parameters", weights)
 
 
 def _forget_sequence_parallel_reduce(patch):

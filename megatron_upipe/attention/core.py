@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_upipe.attention.elementwise import ElementwiseGradient
-from megatron_upipe.attention.gradients import InputGradient, WeightGradient, flat, transposed_product
+from megatron_upipe.attention.gradients import InputGradient, WeightGradient, flat
 from megatron_upipe.attention.heads import key_value_rows, projection_columns, query_heads, query_rows
 from megatron_upipe.attention.input import AttentionInput
 from megatron_upipe.attention.kept import DeviceAttention, KeptAttention
@@ -120,13 +120,15 @@ class _Backward:
 
     def __init__(self, dy, x, weights, elementwise, plan, needs) -> None:
         schedule = plan.schedule
-        self.dy, self.x, self.dtype = dy, x, x.tokens.dtype
+        self.x, self.dtype = x, x.tokens.dtype
         self.weights, self.elementwise, self.plan, self.needs = weights, elementwise, plan, needs
-        self.dx = InputGradient(x.tokens, additions=len(schedule.stages)) if needs.x else None
+        self.precision = plan.precision
+        self.dy = self.precision.gradient(flat(dy), backward=needs.proj)
+        self.dx = InputGradient(x.tokens, len(schedule.stages), self.precision) if needs.x else None
         fuse = plan.fuse_weight_gradients
-        self.dqkv = WeightGradient(weights.qkv, fuse) if needs.qkv else None
+        self.dqkv = WeightGradient(weights.qkv.parameter, fuse) if needs.qkv else None
         self.dbias = WeightGradient(weights.qkv_bias, fuse) if needs.qkv_bias else None
-        self.dproj = WeightGradient(weights.proj, fuse) if needs.proj else None
+        self.dproj = WeightGradient(weights.proj.parameter, fuse) if needs.proj else None
         self.delementwise = ElementwiseGradient(elementwise.parameters, needs.elementwise)
         # gradients of projections [s, b, n] that wait for their GEMMs, and the rows of the weight that they belong to
         self.pending: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
@@ -149,7 +151,8 @@ class _Backward:
         out, lse = next(pieces)
         projected, dout = (out, None) if not plan.output_gate else self._through_gate(stage, out, columns)
         if self.dproj is not None:
-            self.dproj.write(columns, transposed_product(flat(self.dy), flat(projected.flatten(2)), self.dproj.dtype))
+            projected = self.precision.tokens(flat(projected.flatten(2)), forward=False, backward=True)
+            self.dproj.write(columns, self.precision.weight_gradient(self.dy, projected, self.dproj.dtype))
         del projected
         out = to_heads(out, ulysses)
         dout = to_heads(self._dprojected(columns, shape) if dout is None else dout, ulysses)
@@ -203,7 +206,7 @@ class _Backward:
 
     def _dprojected(self, columns: Callable[[Tensor], Tensor], shape: torch.Size) -> Tensor:
         """Gradient of the stage's part of the output projection's input."""
-        return (self.dy @ columns(self.weights.proj).reshape(self.dy.shape[-1], -1)).view(shape)
+        return self.precision.input_gradient(self.dy, self.weights.proj.columns(columns)).view(shape)
 
     def _through_gate(self, stage: Stage, out: Tensor, columns: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The gated output again, and the gradient of ``out``; that of the gates waits for its GEMM."""
@@ -221,16 +224,30 @@ class _Backward:
 
         One addition to dx for all of them: the block's last queries go together with its keys and values.
         """
-        gradients = [gradient for gradient, _ in self.pending]
-        if self.dx is not None:
-            weights = [rows(self.weights.qkv).reshape(-1, self.dy.shape[-1]) for _, rows in self.pending]
-            self.dx.add(flat(torch.cat(gradients, dim=2)), torch.cat(weights))
-        for gradient, rows in self.pending:
-            if self.dqkv is not None:
-                self.dqkv.write(rows, self.x.transposed_product(gradient, self.dqkv.dtype))
-            if self.dbias is not None:
-                self.dbias.write(rows, gradient.sum((0, 1), dtype=accumulation_dtype(gradient.dtype)))
+        widths = [gradient.shape[2] for gradient, _ in self.pending]
+        parts = [rows for _, rows in self.pending]
+        gradient = torch.cat([gradient for gradient, _ in self.pending], dim=2)
         self.pending.clear()
+        if self.dbias is not None:
+            bias = gradient.sum((0, 1), dtype=accumulation_dtype(gradient.dtype))
+            for rows, part in zip(parts, bias.split(widths), strict=True):
+                self.dbias.write(rows, part)
+        if self.dx is None and self.dqkv is None:
+            return
+        weight = None if self.dx is None else self.weights.qkv.rows(*parts, backward=True)
+        total = None
+        for tokens, x in self.x.tiles():
+            dy = self.precision.gradient(flat(gradient[tokens]), weight is not None, self.dqkv is not None)
+            if weight is not None:
+                self.dx.add(tokens, dy, weight)
+            if self.dqkv is not None:
+                # tiles are summed in fp32
+                several = total is not None or tokens != slice(None)
+                dtype = accumulation_dtype(gradient.dtype) if several else self.dqkv.dtype
+                total = self.precision.weight_gradient(dy, x, dtype, total)
+        if total is not None:
+            for rows, part in zip(parts, total.split(widths), strict=True):
+                self.dqkv.write(rows, part)
 
 
 def _refuse_segments(segments: None) -> None:

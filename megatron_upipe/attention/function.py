@@ -19,27 +19,34 @@ from torch.autograd.function import once_differentiable
 from megatron_upipe.attention.core import AttentionNeeds, attention_backward, attention_forward
 from megatron_upipe.attention.input import AttentionInput
 from megatron_upipe.attention.kept import DeviceAttention
-from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
-from megatron_upipe.attention.projections import gate_output
+from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, AttentionWeights, Elementwise
+from megatron_upipe.attention.projections import gate_output, project_output
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """One forward call and its backward.
 
-    ``weights`` asks the modules for the parameters; ``project`` is Megatron's ``linear_proj`` on [s, b, H*d], with its
-    sum over the tensor-parallel group. ``gather`` makes an activation whole along the sequence under sequence
-    parallelism, ``reduce_input`` sums a gradient of x over the tensor-parallel group (and shards it again), ``gather``
-    also serves dy. These three are collective over the tensor-parallel group, identities where there is none.
+    ``parameters`` asks the modules for them. ``gather`` makes an activation or dy whole along the sequence under
+    sequence parallelism, ``reduce`` sums what the linears of this rank made over the tensor-parallel group (and shards
+    it again): a gradient of x, or the result of the output projection. Both are collective over that group, identities
+    where there is none, and may write in place.
     """
 
     plan: AttentionPlan
     elementwise: Elementwise
-    weights: Callable[[], AttentionWeights]
-    project: Callable[[Tensor], Tensor]
+    parameters: Callable[[], AttentionParameters]
     gather: Callable[[Tensor], Tensor]
-    reduce_input: Callable[[Tensor], Tensor]
+    reduce: Callable[[Tensor], Tensor]
     tensor_parallel_size: int = 1
+
+    def weights(self) -> AttentionWeights:
+        """The parameters for one pass."""
+        return AttentionWeights.of(self.parameters(), self.plan.precision)
+
+    def project(self, out: Tensor, weights: AttentionWeights) -> Tensor:
+        """The output projection of [t, b, H*d] -> [t/TP or t, b, hidden], without bias. Collective like ``reduce``."""
+        return self.reduce(project_output(out, weights, self.plan))
 
 
 class UPipeAttentionFunction(torch.autograd.Function):
@@ -57,13 +64,13 @@ class UPipeAttentionFunction(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         # Grad mode is off in here whatever the caller's is, hence the argument.
-        weights = AttentionWeights(qkv, qkv_bias, proj)
-        gathered = AttentionInput(call.gather(x))
+        weights = AttentionWeights.of(AttentionParameters(qkv, qkv_bias, proj), call.plan.precision)
+        gathered = AttentionInput(call.gather(x), call.plan.precision)
         kept = attention_forward(gathered, weights, call.elementwise, call.plan)
         if grad_enabled:
             ctx.call = call
             ctx.save_for_backward(x, kept.out, *kept.lse)
-        return call.project(gate_output(gathered, kept.out, weights, call.plan))
+        return call.project(gate_output(gathered, kept.out, weights, call.plan), weights)
 
     @staticmethod
     @once_differentiable
@@ -73,12 +80,12 @@ class UPipeAttentionFunction(torch.autograd.Function):
         _, _, needs_x, needs_qkv, needs_bias, needs_proj, *needs_parameters = ctx.needs_input_grad
         gradients = attention_backward(
             call.gather(dy),
-            AttentionInput(call.gather(x)),
+            AttentionInput(call.gather(x), call.plan.precision, backward=True),
             DeviceAttention(out, tuple(lse), call.plan.schedule),
             call.weights(),
             call.elementwise,
             call.plan,
             AttentionNeeds(needs_x, needs_qkv, needs_bias, needs_proj, tuple(needs_parameters)),
         )
-        dx = None if gradients.x is None else call.reduce_input(gradients.x.to(x.dtype))
+        dx = None if gradients.x is None else call.reduce(gradients.x.to(x.dtype))
         return None, None, dx, gradients.qkv, gradients.qkv_bias, gradients.proj, *gradients.elementwise

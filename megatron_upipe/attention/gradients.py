@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_upipe.context.merge import accumulation_dtype
-
-BLOCK = 4096  # rows of a product in higher precision that exist at a time
+from megatron_upipe.precision.protocol import Operand, Precision
 
 
 class WeightGradient:
@@ -50,15 +49,9 @@ class WeightGradient:
         """Adds a tile's share of the whole gradient."""
         self._target.add_(gradient)
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds ``left^T @ right`` ([tokens, n] and [tokens, k]) to the whole gradient [n, k], in place."""
-        target = self._target
-        if left.dtype == target.dtype:
-            target.addmm_(left.t(), right)
-            return
-        for start in range(0, target.shape[0], BLOCK):
-            rows = slice(start, start + BLOCK)
-            target[rows].add_(transposed_product(left[:, rows], right, target.dtype))
+    def add_product(self, precision: Precision, dy: Operand, x: Operand) -> None:
+        """Adds dy^T x to the whole gradient [n, k], in place."""
+        precision.weight_gradient(dy, x, self._target.dtype, self._target)
 
     def result(self) -> Tensor | None:
         """The gradient; for a fused one a placeholder, after telling DDP that ``main_grad`` has it."""
@@ -79,37 +72,25 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def transposed_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left^T @ right``; in ``dtype`` fp32 not rounded to the inputs' lower precision on the way."""
-    if dtype != torch.float32 or left.dtype.itemsize >= dtype.itemsize:
-        return left.t() @ right
-    if left.is_cuda:
-        return torch.mm(left.t(), right, out_dtype=dtype)
-    return left.float().t() @ right.float()
-
-
 class InputGradient:
-    """Sum of ``additions`` matrix products [tokens, hidden].
+    """Sum of ``additions`` matrix products [s, b, hidden].
 
     Summed in the input's dtype up to 8 additions, else in fp32: more roundings to bf16 than that show.
     """
 
     MOST_IN_LOW_PRECISION = 8
 
-    def __init__(self, like: Tensor, additions: int) -> None:
+    def __init__(self, like: Tensor, additions: int, precision: Precision) -> None:
+        self._precision = precision
         dtype = like.dtype
         if additions > self.MOST_IN_LOW_PRECISION:
             dtype = torch.promote_types(dtype, torch.float32)
         self._sum = torch.zeros(like.shape, dtype=dtype, device=like.device)  # contiguous, whatever x is
 
-    def add(self, gradient: Tensor, rows: Tensor) -> None:
-        """Adds ``gradient`` [s*b, n] times ``rows`` [n, hidden]."""
-        total = self._sum.view(-1, self._sum.shape[-1])
-        if total.dtype == gradient.dtype:
-            total.addmm_(gradient, rows)
-            return
-        for start in range(0, total.shape[0], BLOCK):
-            total[start : start + BLOCK].add_(gradient[start : start + BLOCK] @ rows)
+    def add(self, tokens: slice, dy: Operand, weight: Operand) -> None:
+        """Adds dy times the weight's rows to the gradient of some tokens."""
+        total = self._sum[tokens]
+        self._precision.input_gradient(dy, weight, total.view(-1, total.shape[-1]))
 
     def result(self) -> Tensor:
         """In the precision of the sum."""

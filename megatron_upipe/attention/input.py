@@ -1,54 +1,63 @@
-"""What the projections read: this rank's tokens, normed on the way if need be."""
+"""What the projections read: this rank's tokens, normed on the way if need be, in the precision of the products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import cached_property
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_upipe.attention.gradients import flat, transposed_product
-from megatron_upipe.context.merge import accumulation_dtype
+from megatron_upipe.attention.gradients import flat
+from megatron_upipe.precision.plain import PLAIN
+from megatron_upipe.precision.protocol import Operand, Precision
 
 
-@dataclass(frozen=True)
 class AttentionInput:
-    """Tokens [s, b, hidden].
+    """Tokens [s, b, hidden] of one pass, forward or ``backward``.
 
     With ``norm`` (row by row, [t, b, hidden] -> the same) every reader norms ``tile`` tokens at a time, so that the
-    normed tensor never exists as a whole.
+    normed tensor never exists as a whole. A precision that quantises does so once: its operands stay for the pass.
     """
 
-    tokens: Tensor
-    norm: Callable[[Tensor], Tensor] | None = None
-    tile: int = 0
+    def __init__(
+        self,
+        tokens: Tensor,
+        precision: Precision = PLAIN,
+        norm: Callable[[Tensor], Tensor] | None = None,
+        tile: int = 0,
+        backward: bool = False,
+    ) -> None:
+        self.tokens = tokens
+        self._precision, self._norm, self._tile, self._backward = precision, norm, tile, backward
 
-    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
+    def tiles(self) -> Iterator[tuple[slice, Operand]]:
         """The rows to be projected, piece by piece, and where they belong."""
-        if self.norm is None:
-            yield slice(None), self.tokens
-            return
-        for start in range(0, self.tokens.shape[0], self.tile):
-            rows = slice(start, start + self.tile)
-            yield rows, self.norm(self.tokens[rows])
+        return iter(self._kept) if self._precision.quantises else self._made()
 
-    def project(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[s, b, n] of ``weight`` [n, hidden]; owned by the caller."""
-        if self.norm is None:
-            return F.linear(self.tokens, weight, bias)
-        projected = self.tokens.new_empty(*self.tokens.shape[:2], weight.shape[0])
-        for rows, normed in self.tiles():
-            projected[rows] = F.linear(normed, weight, bias)
+    def project(self, weight: Operand, bias: Tensor | None) -> Tensor:
+        """[s, b, n] of a weight's n rows; owned by the caller."""
+        projected = None
+        for rows, x in self.tiles():
+            part = self._precision.product(x, weight, bias)
+            shape = (-1, *self.tokens.shape[1:-1], part.shape[-1])
+            if rows == slice(None):
+                return part.view(shape)
+            if projected is None:
+                projected = part.new_empty(*self.tokens.shape[:-1], part.shape[-1])
+            projected[rows] = part.view(shape)
         return projected
 
-    def transposed_product(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gradient of the weight of ``project``, [n, hidden], from that of its result [s, b, n]; summed in fp32."""
-        if self.norm is None:
-            return transposed_product(flat(gradient), flat(self.tokens), dtype)
-        total = None
-        for rows, normed in self.tiles():
-            part = transposed_product(flat(gradient[rows]), flat(normed), accumulation_dtype(gradient.dtype))
-            total = part if total is None else total.add_(part)
-        return total
+    def _made(self) -> Iterator[tuple[slice, Operand]]:
+        if self._norm is None:
+            yield slice(None), self._operand(self.tokens)
+            return
+        for start in range(0, self.tokens.shape[0], self._tile):
+            rows = slice(start, start + self._tile)
+            yield rows, self._operand(self._norm(self.tokens[rows]))
+
+    def _operand(self, tokens: Tensor) -> Operand:
+        return self._precision.tokens(flat(tokens), forward=True, backward=self._backward)
+
+    @cached_property
+    def _kept(self) -> list[tuple[slice, Operand]]:
+        return list(self._made())

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_upipe.attention.elementwise import apply_norm
 from megatron_upipe.attention.function import AttentionCall, UPipeAttentionFunction
 from megatron_upipe.attention.linears import parameters_of
-from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
+from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, Elementwise
 from megatron_upipe.attention.rotary import exact_angles
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.config import UPipeConfig, check_model, check_parallelism
@@ -133,7 +133,7 @@ class UPipeSelfAttention(SelfAttention):
         refuse_arguments(attention_mask, inference, given)
         call = self.call(hidden_states, rotary_pos_emb)
         output = UPipeAttentionFunction.apply(
-            torch.is_grad_enabled(), call, hidden_states, *call.weights(), *call.elementwise.parameters
+            torch.is_grad_enabled(), call, hidden_states, *call.parameters(), *call.elementwise.parameters
         )
         return output, self.linear_proj.bias
 
@@ -144,10 +144,9 @@ class UPipeSelfAttention(SelfAttention):
         return AttentionCall(
             plan=self.plan,
             elementwise=self._elementwise(rotary_pos_emb, hidden_states),
-            weights=self._weights,
-            project=lambda out: self.linear_proj(out)[0],
+            parameters=self._attention_parameters,
             gather=self._gather if sequence_parallel else _same,
-            reduce_input=self._reduce_scatter if sequence_parallel else self._reduce,
+            reduce=self._reduce_scatter if sequence_parallel else self._reduce,
             tensor_parallel_size=self.world_size,
         )
 
@@ -192,11 +191,11 @@ class UPipeSelfAttention(SelfAttention):
             self._announced = True
             _announce(self.describe())
 
-    def _weights(self) -> AttentionWeights:
+    def _attention_parameters(self) -> AttentionParameters:
         """The parameters, through their modules' calls."""
         qkv, bias = parameters_of(self.linear_qkv, "linear_qkv")
         proj, _ = parameters_of(self.linear_proj, "linear_proj")
-        return AttentionWeights(qkv, bias, proj)
+        return AttentionParameters(qkv, bias, proj)
 
     def _elementwise(self, rotary_pos_emb: Any, hidden_states: Tensor) -> Elementwise:
         """q/k norm and RoPE of this call's tokens."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from megatron_upipe.attention.schedule import HeadSchedule
 from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.kernels.protocol import Kernel
+from megatron_upipe.precision.plain import PLAIN
+from megatron_upipe.precision.protocol import Precision, Weight
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class AttentionPlan:
     causal: bool
     output_gate: bool = False
     fuse_weight_gradients: bool = False
+    precision: Precision = PLAIN
+    """Of the layer's matrix products; the MLP's as well."""
 
     def describe(self) -> str:
         """One line for the log: heads, stages, U, P, R, kernel."""
@@ -36,12 +40,26 @@ class AttentionPlan:
         )
 
 
-class AttentionWeights(NamedTuple):
+class AttentionParameters(NamedTuple):
     """Megatron's parameters of this tensor-parallel rank; with output gates 2g stands for g."""
 
     qkv: Tensor  # [K*(g+2)*d, hidden]
     qkv_bias: Tensor | None  # [K*(g+2)*d]
     proj: Tensor  # [hidden, H*d]
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """The same as one pass, forward or backward, reads them."""
+
+    qkv: Weight
+    qkv_bias: Tensor | None
+    proj: Weight
+
+    @classmethod
+    def of(cls, parameters: AttentionParameters, precision: Precision) -> AttentionWeights:
+        qkv, bias, proj = parameters
+        return cls(Weight(qkv, precision), bias, Weight(proj, precision))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_upipe.attention.gradients import flat
 from megatron_upipe.attention.heads import key_value_rows, query_heads, query_rows
 from megatron_upipe.attention.input import AttentionInput
 from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights
@@ -35,11 +36,16 @@ def gate_output(x: AttentionInput, out: Tensor, weights: AttentionWeights, plan:
     return gated
 
 
+def project_output(out: Tensor, weights: AttentionWeights, plan: AttentionPlan) -> Tensor:
+    """The output projection [t, b, H*d] -> [t, b, hidden], without its bias and its sum over tensor parallelism."""
+    x = plan.precision.tokens(flat(out), forward=True, backward=False)
+    return plan.precision.product(x, weights.proj.rows()).view(*out.shape[:2], -1)
+
+
 def _project(x: AttentionInput, weights: AttentionWeights, rows: Callable[[Tensor], Tensor]) -> Tensor:
     """[s, b, hidden] -> [s, b, number of rows]; the rows are gathered into a small copy."""
-    weight = rows(weights.qkv).reshape(-1, x.tokens.shape[-1])
     bias = None if weights.qkv_bias is None else rows(weights.qkv_bias).reshape(-1)
-    return x.project(weight, bias)
+    return x.project(weights.qkv.rows(rows), bias)
 
 
 def project_queries(

@@ -36,9 +36,9 @@ class LayerCall:
     """One forward call of a layer and its backward; ``attention`` as in the attention module.
 
     ``norm`` is the input norm, with its own parameters or others; ``add_attention`` the output bias and the residual
-    connection; ``second_half`` Megatron's norm, MLP and residual connection of [t, b, hidden]; ``second_half_backward``
-    begins its backward from the needs of ``mlp_parameters``. ``tiles`` are those of the second half, ``norm_tiles``
-    those of the input norm.
+    connection; ``second_half`` begins a forward pass of norm, MLP and residual connection of [t, b, hidden],
+    ``second_half_backward`` its backward from the needs of ``mlp_parameters``. ``tiles`` are those of the second half,
+    ``norm_tiles`` those of the input norm.
     """
 
     attention: AttentionCall
@@ -46,7 +46,7 @@ class LayerCall:
     norm_parameters: tuple[Tensor, ...]
     proj_bias: Tensor | None
     add_attention: Callable[[Tensor, Tensor], Tensor]
-    second_half: Callable[[Tensor], Tensor]
+    second_half: Callable[[], Callable[[Tensor], Tensor]]
     second_half_backward: Callable[[list[bool]], Any]
     mlp_parameters: tuple[Tensor, ...]
     tiles: Tiles
@@ -54,9 +54,9 @@ class LayerCall:
 
     def parameters(self) -> list[Tensor | None]:
         """Inputs of the node, in the order of its gradients."""
-        weights = self.attention.weights()
+        attention = self.attention.parameters()
         elementwise = self.attention.elementwise.parameters
-        return [*self.norm_parameters, *weights, *elementwise, self.proj_bias, *self.mlp_parameters]
+        return [*self.norm_parameters, *attention, *elementwise, self.proj_bias, *self.mlp_parameters]
 
     def attend(self, x: Tensor) -> DeviceAttention:
         """The first half before its output projection. Collective."""
@@ -65,25 +65,25 @@ class LayerCall:
 
     def finish(self, x: Tensor, kept: KeptAttention) -> Tensor:
         """The layer's output [s/TP, b, hidden] from its input and attention. Collective over tensor parallelism."""
-        pieces = self.hidden(x, kept)
+        pieces, second_half = self.hidden(x, kept), self.second_half()
         if self.tiles.size == self.tiles.tokens:
             _, hidden = next(pieces)
-            return self.second_half(hidden)
+            return second_half(hidden)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         for rows, hidden in pieces:
-            y[rows] = self.second_half(hidden)
+            y[rows] = second_half(hidden)
         return y
 
     def hidden(self, x: Tensor, kept: KeptAttention) -> Iterator[tuple[slice, Tensor]]:
         """Tile by tile the hidden state after attention. Collective over tensor parallelism."""
-        call = self.attention
+        call, weights = self.attention, self.attention.weights()
         pieces = kept.rows(self.tiles.gathered())
         for rows in self.tiles.rows():
             out = next(pieces)
             if call.plan.output_gate:
-                normed = AttentionInput(call.gather(self.norm(x[rows], None)))
-                out = gate_output(normed, out, call.weights(), call.plan)
-            out = call.project(out)
+                normed = AttentionInput(call.gather(self.norm(x[rows], None)), call.plan.precision)
+                out = gate_output(normed, out, weights, call.plan)
+            out = call.project(out, weights)
             yield rows, self.add_attention(out, x[rows])
 
     def second_half_gradient(
@@ -115,16 +115,17 @@ class LayerCall:
         if dnormed is None:
             return None, dnorm.result()
         if self.attention.tensor_parallel_size > 1:
-            dnormed = self.attention.reduce_input(dnormed.to(x.dtype))
+            dnormed = self.attention.reduce(dnormed.to(x.dtype))
         for rows in self.norm_tiles.rows():
             dhidden[rows] += dnorm.through(self.norm, x[rows], dnormed[rows])
         return dhidden, dnorm.result()
 
-    def attention_input(self, x: Tensor) -> AttentionInput:
+    def attention_input(self, x: Tensor, backward: bool = False) -> AttentionInput:
         """The normed input; as a whole only where sequence parallelism has to gather it."""
+        precision = self.attention.plan.precision
         if self.norm_tiles.shards > 1:
-            return AttentionInput(self.attention.gather(self.norm(x, None)))
-        return AttentionInput(x, lambda rows: self.norm(rows, None), self.norm_tiles.size)
+            return AttentionInput(self.attention.gather(self.norm(x, None)), precision, backward=backward)
+        return AttentionInput(x, precision, lambda rows: self.norm(rows, None), self.norm_tiles.size, backward)
 
     def split_needs(self, needs: list[bool], needs_x: bool) -> Needs:
         """``ctx.needs_input_grad`` of ``parameters()``, by part."""
@@ -216,7 +217,7 @@ class UPipeLayerFunction(torch.autograd.Function):
             waiting.prefetch_before()
         attention = attention_backward(
             call.attention.gather(dhidden),
-            call.attention_input(x),
+            call.attention_input(x, backward=True),
             kept,
             call.attention.weights(),
             call.attention.elementwise,

@@ -19,6 +19,7 @@ from megatron_upipe.attention.gradients import WeightGradient
 from megatron_upipe.attention.kept import gather_rows
 from megatron_upipe.context.merge import accumulation_dtype
 from megatron_upipe.layers.tiles import Tiles
+from megatron_upipe.precision.plain import PLAIN
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class TiledLossFunction(torch.autograd.Function):
             dlogits = dlogits.to(hidden.dtype)
             del logits
             if dweight is not None:
-                dweight.add_product(dlogits.flatten(0, 1), call.gather(hidden[rows]).flatten(0, 1))
+                dweight.add_product(PLAIN, dlogits.flatten(0, 1), call.gather(hidden[rows]).flatten(0, 1))
             if dhidden is not None:
                 dhidden[rows] = call.reduce_input(dlogits @ call.weight())
             del dlogits

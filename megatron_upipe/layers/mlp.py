@@ -1,7 +1,7 @@
 """The second half of a layer, forward and backward: norm, MLP and residual connection of some rows.
 
-Forward is Megatron's own code. Backward of a dense MLP is written here, tile by tile, each weight's gradient summed in
-fp32 over the tiles; any other MLP (mixture of experts) runs again under autograd on all rows at once.
+A dense MLP is written out here, tile by tile, each weight's gradient summed in fp32 over the tiles. Any other MLP
+(mixture of experts) is Megatron's own code on all rows at once, which backward runs again under autograd.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_upipe.attention.gradients import WeightGradient, flat
 from megatron_upipe.attention.linears import UPipeColumnParallelLinear, parameters_of
 from megatron_upipe.context.merge import accumulation_dtype
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.precision.protocol import Operand, Weight
 
 
 def is_dense(mlp: torch.nn.Module) -> bool:
@@ -61,20 +62,44 @@ def activation(mlp: MLP, intermediate: Tensor, bias: Tensor | None) -> Tensor:
     return config.activation_func(gate) * (linear + config.glu_linear_offset)
 
 
-class DenseBackward:
-    """Gradients of ``layer._forward_mlp`` for a dense MLP. ``attention`` lends its gather and sum over the
-    tensor-parallel group; every ``tile`` is collective over it."""
+class DenseForward:
+    """``layer._forward_mlp`` for a dense MLP, in one pass. ``attention`` lends its precision, gather and sum over the
+    tensor-parallel group, over which every call is collective."""
+
+    def __init__(self, layer: Any, attention: AttentionCall) -> None:
+        self._layer, self._mlp, self._norm = layer, layer.mlp, layer.pre_mlp_layernorm
+        self._attention, self._precision = attention, attention.plan.precision
+        w1, self._b1 = parameters_of(self._mlp.linear_fc1, "linear_fc1")
+        w2, self._b2 = parameters_of(self._mlp.linear_fc2, "linear_fc2")
+        self._w1, self._w2 = Weight(w1, self._precision), Weight(w2, self._precision)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[t, b, hidden] -> the same."""
+        intermediate = self._intermediate(hidden, backward=False)[1]
+        activated = activation(self._mlp, intermediate, self._b1)
+        del intermediate
+        x = self._precision.tokens(flat(activated), forward=True, backward=False)
+        out = self._precision.product(x, self._w2.rows()).view(*activated.shape[:2], -1)
+        del activated, x
+        layer = self._layer
+        add = layer.mlp_bda(layer.training, layer.config.bias_dropout_fusion)
+        return add((self._attention.reduce(out), self._b2), hidden, layer.hidden_dropout)
+
+    def _intermediate(self, hidden: Tensor, backward: bool) -> tuple[Operand, Tensor]:
+        """What ``linear_fc1`` reads and makes."""
+        normed = self._attention.gather(apply_norm(self._norm, hidden, None))
+        x = self._precision.tokens(flat(normed), forward=True, backward=backward)
+        return x, self._precision.product(x, self._w1.rows()).view(*normed.shape[:2], -1)
+
+
+class DenseBackward(DenseForward):
+    """Gradients of it."""
 
     def __init__(self, layer: Any, attention: AttentionCall, needs: list[bool], fuse: bool) -> None:
-        self._mlp, self._norm, self._attention = layer.mlp, layer.pre_mlp_layernorm, attention
+        super().__init__(layer, attention)
         norm = list(self._norm.parameters())
         self._dnorm = ElementwiseGradient(norm, needs[: len(norm)])
-        (w1, b1), (w2, b2) = (
-            parameters_of(self._mlp.linear_fc1, "linear_fc1"),
-            parameters_of(self._mlp.linear_fc2, "linear_fc2"),
-        )
-        self._w1, self._b1, self._w2 = w1, b1, w2
-        parameters = [w1, b1, w2, b2]
+        parameters = [self._w1.parameter, self._b1, self._w2.parameter, self._b2]
         wanted = iter(needs[len(norm) :])
         self._gradients = [
             WeightGradient(p, fuse, summed=True) if p is not None and next(wanted) else None for p in parameters
@@ -87,21 +112,26 @@ class DenseBackward:
         dw1, db1, dw2, db2 = self._gradients
         if db2 is not None:
             db2.add(_sum(dy))
-        dout = self._attention.gather(dy)
-        normed = self._attention.gather(apply_norm(self._norm, hidden, None))
-        intermediate = (normed @ self._w1.t()).requires_grad_()
+        precision = self._precision
+        dout = precision.gradient(flat(self._attention.gather(dy)), backward=dw2 is not None)
+        x, intermediate = self._intermediate(hidden, backward=dw1 is not None)
+        intermediate.requires_grad_()
         with torch.enable_grad():
             activated = activation(self._mlp, intermediate, self._b1)
         if dw2 is not None:
-            dw2.add_product(flat(dout), flat(activated.detach()))
-        (dintermediate,) = torch.autograd.grad(activated, intermediate, dout @ self._w2)
-        del activated, intermediate, dout
+            dw2.add_product(precision, dout, precision.tokens(flat(activated.detach()), forward=False, backward=True))
+        dactivated = precision.input_gradient(dout, self._w2.rows(backward=True)).view(activated.shape)
+        (dintermediate,) = torch.autograd.grad(activated, intermediate, dactivated)
+        del activated, intermediate, dout, dactivated
         if db1 is not None:
             db1.add(_sum(dintermediate))
+        shape = (*dintermediate.shape[:2], -1)
+        dintermediate = precision.gradient(flat(dintermediate), backward=dw1 is not None)
         if dw1 is not None:
-            dw1.add_product(flat(dintermediate), flat(normed))
-        dnormed = self._attention.reduce_input(dintermediate @ self._w1)
-        del dintermediate, normed
+            dw1.add_product(precision, dintermediate, x)
+        dnormed = precision.input_gradient(dintermediate, self._w1.rows(backward=True)).view(shape)
+        dnormed = self._attention.reduce(dnormed)
+        del dintermediate, x
         return self._dnorm.through(lambda t, p: apply_norm(self._norm, t, p), hidden, dnormed).add_(dy)
 
     def result(self) -> list[Tensor | None]:

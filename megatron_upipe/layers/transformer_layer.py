@@ -24,7 +24,7 @@ from megatron_upipe.attention.module import refuse_arguments
 from megatron_upipe.config import UPipeConfig, keeps_attention
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.layers.function import LayerCall, Policy, UPipeLayerFunction
-from megatron_upipe.layers.mlp import AnyBackward, DenseBackward, is_dense, mlp_parameters
+from megatron_upipe.layers.mlp import AnyBackward, DenseBackward, DenseForward, is_dense, mlp_parameters
 from megatron_upipe.layers.submodules import replace_submodules
 from megatron_upipe.layers.tiles import Tiles
 from megatron_upipe.memory.host_store import host_store
@@ -90,14 +90,16 @@ class UPipeTransformerLayer(TransformerLayer):
         tokens, micro_batch, _ = x.shape
         shards = self.self_attention.shards
         norm_tiles = Tiles.of(tokens, self.upipe.mlp_tile_tokens, micro_batch, shards)
-        second_half = partial(self._forward_mlp, padding_mask=padding_mask)
         if is_dense(self.mlp):
             tiles = norm_tiles
             fuse = self.config.gradient_accumulation_fusion
+            second_half = partial(DenseForward, self, attention)
             backward = partial(DenseBackward, self, attention, fuse=fuse)
         else:
+            forward = partial(self._forward_mlp, padding_mask=padding_mask)
+            second_half = lambda: forward  # noqa: E731
             tiles = Tiles(tokens, tokens, shards)
-            backward = partial(AnyBackward, self, second_half)
+            backward = partial(AnyBackward, self, forward)
         return LayerCall(
             attention=attention,
             norm=partial(apply_norm, self.input_layernorm),

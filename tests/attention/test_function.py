@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_upipe.attention.function import UPipeAttentionFunction
-from megatron_upipe.attention.gradients import InputGradient, WeightGradient, transposed_product
+from megatron_upipe.attention.gradients import InputGradient, WeightGradient
 from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.selftest.parity import (
@@ -21,6 +21,7 @@ from megatron_upipe.integration.selftest.parity import (
     upipe_attention,
 )
 from megatron_upipe.planning.live_bytes import LiveBytes
+from megatron_upipe.precision.plain import PLAIN
 
 LAYOUT = SequenceLayout(2, 1)
 
@@ -146,7 +147,7 @@ def test_fused_gradients_keep_fp32(pieces):
     gradient = WeightGradient(parameter, fuse=True)
     for i in range(pieces):
         rows = slice(i * 16 // pieces, (i + 1) * 16 // pieces)
-        product = transposed_product(left[:, rows], right, gradient.dtype)
+        product = PLAIN.weight_gradient(left[:, rows], right, gradient.dtype)
         gradient.write(lambda w, rows=rows: w[rows], product)
     exact = left.double().t() @ right.double()
     assert (parameter.main_grad - exact).abs().max() < 1e-4 < ((left.t() @ right).double() - exact).abs().max()
@@ -315,11 +316,11 @@ def test_one_context_parallel_rank_is_stock(workers):
 @pytest.mark.parametrize(("additions", "dtype"), [(8, torch.bfloat16), (9, torch.float32)])
 def test_input_gradient_precision(additions, dtype):
     x = torch.zeros(3, 2, 4, dtype=torch.bfloat16)
-    total = InputGradient(x, additions)
+    total = InputGradient(x, additions, PLAIN)
     assert total._sum.dtype == dtype
     rows = torch.randn(5, 4).bfloat16()
     gradient = torch.randn(6, 5).bfloat16()
-    total.add(gradient, rows)
+    total.add(slice(None), gradient, rows)
     assert total.result().dtype == dtype
     torch.testing.assert_close(total.result().flatten(0, 1).bfloat16(), gradient @ rows, rtol=0.02, atol=0.02)
 
@@ -330,9 +331,9 @@ def test_input_gradient_does_not_round_at_every_stage(additions):
     torch.manual_seed(0)
     x = torch.zeros(300, 1, 16, dtype=torch.bfloat16)
     parts = [(torch.randn(300, 8).bfloat16(), torch.randn(8, 16).bfloat16()) for _ in range(additions)]
-    total, exact = InputGradient(x, additions), sum(g.double() @ r.double() for g, r in parts)
+    total, exact = InputGradient(x, additions, PLAIN), sum(g.double() @ r.double() for g, r in parts)
     for gradient, rows in parts:
-        total.add(gradient, rows)
+        total.add(slice(None), gradient, rows)
     error = (total.result().flatten(0, 1).bfloat16().double() - exact).norm() / exact.norm()
     assert error < 0.004  # one rounding to bf16 is 0.0017; 64 roundings in bf16 would be 0.01
 

@@ -12,12 +12,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_upipe.attention import gradients
 from megatron_upipe.integration.host_memory import host_store_bytes
 from megatron_upipe.layers.loss import LossCall, TiledLossFunction
 from megatron_upipe.layers.tiles import Tiles
 from megatron_upipe.memory.host_store import host_store
 from megatron_upipe.planning.live_bytes import LiveBytes
+from megatron_upipe.precision import plain
 
 TOKENS, TILE = 512, 16
 STAGE = 4 / layer_peak.HEADS  # of u1: a tensor of one stage with U = P = 4
@@ -29,7 +29,7 @@ TILE_U1 = (6 * 2 * layer_peak.FFN / layer_peak.HIDDEN + 12) * TILE / TOKENS
 
 def _peaks(rank, policy, heads=layer_peak.HEADS, dtype=torch.float32):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "BLOCK", TILE)  # as small beside the tokens as it is at scale
+        patch.setattr(plain, "BLOCK", TILE)  # as small beside the tokens as it is at scale
         return layer_peak.layer_peaks(policy, TOKENS, TILE, ranks=4, heads=heads, dtype=dtype)
 
 

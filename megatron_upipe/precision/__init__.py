@@ -1,0 +1,1 @@
+"""How a layer's matrix products are computed: in the parameters' own precision, or in FP8."""
