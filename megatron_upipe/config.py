@@ -15,10 +15,12 @@ from megatron_upipe.attention.schedule import fitting_ulysses_sizes, head_schedu
 from megatron_upipe.context.groups import check_sizes
 from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.precision.recipes import Fp8Recipe, check_alignment, fp8_recipe
 
 ROPE_MODES = ("stock", "exact")
 STORES = ("none", "host")
 PREFETCH_MODES = ("auto", "on", "off")
+FP8_ATTENTION_MODES = ("off", "forward", "full")
 # Megatron's fp32 RoPE angles are off by an error that grows with the position (see attention/rotary.py).
 EXACT_ROPE_FROM = 128 * 1024
 # Parts of a layer of which UPipe keeps nothing for backward.
@@ -43,6 +45,9 @@ class UPipeConfig:
     """U: query heads of a stage over the Ulysses group; None means P, the least memory."""
     attention_backend: str = "auto"
     """Name of a kernel (``kernels/select.py``), or ``auto``: the fastest that serves the inputs."""
+    fp8_attention: str = "off"
+    """In layers whose products are in FP8: ``forward``, attention's forward in FP8 too (Hopper); ``full``, its backward
+    as well (MXFP8, Blackwell)."""
     rope: str = "stock"
     """``stock``: Megatron's fp32 angles. ``exact``: angles in fp64, reduced modulo 2 pi; needs ``rotary``."""
     rotary: RotarySettings | None = None
@@ -63,6 +68,7 @@ class UPipeConfig:
 
     def __post_init__(self) -> None:
         _check_choice("--upipe-offload", self.offload, STORES)
+        _check_choice("--upipe-fp8-attention", self.fp8_attention, FP8_ATTENTION_MODES)
         _check_choice("--upipe-prefetch", self.prefetch, PREFETCH_MODES)
         _check_least("--upipe-keep-attention", self.keep_attention, 0)
         _check_least("--upipe-checkpoint-every", self.checkpoint_every, 1)
@@ -125,8 +131,11 @@ _MODEL = (
     _Refusal("cuda_graph_impl", lambda v: v != "none", "--cuda-graph-impl", "leave it out"),
     _Refusal("delay_wgrad_compute", bool, "--delay-wgrad-compute", "leave it out"),
     _Refusal("overlap_moe_expert_parallel_comm", bool, "--overlap-moe-expert-parallel-comm", "leave it out"),
-    _Refusal("fp8", bool, "--fp8-format", "leave it out"),
-    _Refusal("fp4", bool, "--fp4-format", "leave it out"),
+    _Refusal("fp4", bool, "--fp4-format", "use --fp8-format"),
+    _Refusal("fp8_param", bool, "--fp8-param-gather", "leave it out; UPipe quantises bf16 parameters"),
+    _Refusal("fp8_output_proj", bool, "--fp8-output-proj", "leave it out"),
+    _Refusal("fp8_dot_product_attention", bool, "fp8_dot_product_attention", "use --upipe-fp8-attention"),
+    _Refusal("fp8_multi_head_attention", bool, "fp8_multi_head_attention", "use --upipe-fp8-attention"),
     _Refusal("cpu_offloading", bool, "--cpu-offloading-num-layers", "use --upipe-offload host"),
     _Refusal(
         "fine_grained_activation_offloading",
@@ -164,6 +173,7 @@ _TRAINING = (
         "--megatron-fsdp-enable-fine-grained-param-gather",
         "leave it out",
     ),
+    _Refusal("fp8_param_gather", bool, "--fp8-param-gather", "leave it out; UPipe quantises bf16 parameters"),
     _Refusal("use_torch_fsdp2", bool, "--use-torch-fsdp2", "use --use-megatron-fsdp or --use-distributed-optimizer"),
 )
 
@@ -186,6 +196,48 @@ def check_model(config: Any, training: bool = False) -> None:
                 f"--recompute-modules {' '.join(useless)} (core_attn is the default) does nothing under UPipe, which "
                 "recomputes by itself; leave --recompute-granularity out, or see --upipe-keep-attention"
             )
+    check_fp8(config)
+
+
+def check_fp8(config: Any) -> None:
+    """Raises UPipeError unless FP8 can be had for the model of ``config``, as in ``check_model``."""
+    recipe = fp8_recipe(config)
+    if recipe is None:
+        return
+    if getattr(config, "fp8_wgrad", True) is False:
+        raise UPipeError("--no-fp8-wgrad is for --fp8-recipe delayed, which UPipe does not support; leave it out")
+    experts = getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)
+    if experts and config.transformer_impl != "transformer_engine":
+        raise UPipeError(
+            f"--fp8-format with {experts} experts needs --transformer-impl transformer_engine, whose linears they are"
+        )
+
+
+def check_fp8_sizes(
+    recipe: Fp8Recipe,
+    *,
+    hidden: int,
+    ffn: int | None,
+    head_dim: int,
+    query_heads: int,
+    kv_heads: int,
+    ulysses_size: int,
+    heads_per_stage: int | None,
+) -> None:
+    """Raises UPipeError unless all products have sizes that the recipe takes. Heads and ``ffn`` of this rank."""
+    schedule = head_schedule(query_heads, kv_heads, ulysses_size, heads_per_stage)
+    kv = 2 * schedule.kv_per_rank * (schedule.ulysses_size // schedule.copies) * head_dim
+    sizes = {
+        "--hidden-size": hidden,
+        f"a stage's queries (--upipe-heads-per-stage {schedule.heads_per_stage} x --kv-channels {head_dim})": (
+            schedule.heads_per_stage * head_dim
+        ),
+        "a stage's keys and values": kv,
+        "the query heads of a tensor-parallel rank": query_heads * head_dim,
+    }
+    if ffn is not None:
+        sizes["--ffn-hidden-size / --tensor-model-parallel-size"] = ffn
+    check_alignment(recipe, sizes)
 
 
 def check_parallelism(

@@ -1,4 +1,4 @@
-"""Layer specs: ``--spec megatron_upipe.layer_specs upipe_layer_spec``, and ``with_upipe`` for specs of your own."""
+"""Layer specs for ``--spec megatron_upipe.layer_specs NAME``, and ``with_upipe`` for specs of your own."""
 
 from megatron_upipe.errors import UPipeError
 
@@ -11,7 +11,11 @@ except ImportError as error:
     # Megatron swallows an ImportError in a spec module and trains the stock model.
     raise UPipeError(f"megatron_upipe.layer_specs cannot be imported: {error}") from error
 
-__all__ = ["upipe_layer_spec", "with_upipe"]
+__all__ = ["upipe_layer_spec", "upipe_te_layer_spec", "with_upipe"]
 
 upipe_layer_spec = ModuleSpec(module=UPipeTransformerLayer)
 """A transformer layer with UPipe self-attention; settings come from ``config.upipe``."""
+
+upipe_te_layer_spec = ModuleSpec(module=UPipeTransformerLayer, params={"te": True})
+"""The same on TransformerEngine's modules: its norms, and its linears, which run by themselves with one
+context-parallel rank, FP8 included. Parameters have the names of Megatron's TransformerEngine spec."""

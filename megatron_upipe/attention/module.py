@@ -21,14 +21,16 @@ from torch import Tensor
 
 from megatron_upipe.attention.elementwise import apply_norm
 from megatron_upipe.attention.function import AttentionCall, UPipeAttentionFunction
-from megatron_upipe.attention.linears import parameters_of
+from megatron_upipe.attention.linears import UPipeColumnParallelLinear, given, parameters_of
 from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, Elementwise
 from megatron_upipe.attention.rotary import exact_angles
 from megatron_upipe.attention.schedule import head_schedule
-from megatron_upipe.config import UPipeConfig, check_model, check_parallelism
+from megatron_upipe.config import UPipeConfig, check_fp8_sizes, check_model, check_parallelism
 from megatron_upipe.context.groups import ContextGroups, context_groups
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.kernels.select import AUTO, passed_over, select_kernel
+from megatron_upipe.kernels.select import AUTO, fp8_kernel, passed_over, select_kernel
+from megatron_upipe.precision.recipes import check_alignment, layer_recipe
+from megatron_upipe.precision.select import select_precision
 
 
 class _NoCoreAttention(torch.nn.Module):
@@ -74,6 +76,11 @@ class UPipeSelfAttention(SelfAttention):
             if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
                 raise UPipeError(f"attention mask type {attn_mask_type.name} is not supported by UPipe; use causal")
             submodules = replace(submodules, core_attention=_NoCoreAttention)
+        elif config.fp8 and submodules.linear_qkv is UPipeColumnParallelLinear:
+            raise UPipeError(
+                f"--fp8-format {config.fp8} with --context-parallel-size 1 needs TransformerEngine's linears; use "
+                "--spec megatron_upipe.layer_specs upipe_te_layer_spec"
+            )
         super().__init__(
             config=config,
             submodules=submodules,
@@ -84,6 +91,9 @@ class UPipeSelfAttention(SelfAttention):
             **kwargs,
         )
         self.groups = groups
+        self.recipe = layer_recipe(config, layer_number) if self.context_parallel else None
+        if self.recipe is not None:
+            self._check_fp8_sizes()
         self.shards = self.world_size if config.sequence_parallel else 1
         self._announced = False
         self._kernel_inputs: tuple | None = None  # what the plan's kernel was chosen for
@@ -94,7 +104,8 @@ class UPipeSelfAttention(SelfAttention):
         """The active plan in one line; the kernel is that of the last call."""
         if not self.context_parallel:
             return f"one context-parallel rank: Megatron's own attention, rope {self.upipe.rope}"
-        return f"{self.plan.describe()}, rope {self.upipe.rope}"
+        precision = f", products in {self.plan.precision.describe()}" if self.recipe is not None else ""
+        return f"{self.plan.describe()}, rope {self.upipe.rope}{precision}"
 
     def forward(
         self,
@@ -113,7 +124,7 @@ class UPipeSelfAttention(SelfAttention):
         inference_params: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As Megatron's; collective over the tensor- and context-parallel groups when P*R > 1."""
-        given = {
+        others = {
             "key_value_states": key_value_states,
             "rotary_pos_cos": rotary_pos_cos,
             "rotary_pos_sin": rotary_pos_sin,
@@ -128,19 +139,22 @@ class UPipeSelfAttention(SelfAttention):
             if self.upipe.rope == "exact" and inference is None:
                 rotary_pos_emb = self._angles(rotary_pos_emb, hidden_states)
             return super().forward(
-                hidden_states, attention_mask, inference_context=inference, rotary_pos_emb=rotary_pos_emb, **given
+                hidden_states, attention_mask, inference_context=inference, rotary_pos_emb=rotary_pos_emb, **others
             )
-        refuse_arguments(attention_mask, inference, given)
+        refuse_arguments(attention_mask, inference, others)
         call = self.call(hidden_states, rotary_pos_emb)
         output = UPipeAttentionFunction.apply(
             torch.is_grad_enabled(), call, hidden_states, *call.parameters(), *call.elementwise.parameters
         )
-        return output, self.linear_proj.bias
+        return output, given(self.linear_proj.bias)
 
     def call(self, hidden_states: Tensor, rotary_pos_emb: Any) -> AttentionCall:
         """What computes attention of these tokens, [s/TP or s, b, hidden]; not collective."""
         self._use_kernel_for(hidden_states)
-        sequence_parallel = self.linear_qkv.sequence_parallel
+        if self.recipe is not None:
+            tokens = hidden_states.shape[0] * hidden_states.shape[1] * self.shards
+            check_alignment(self.recipe, {"the tokens of a rank": tokens})
+        sequence_parallel = self.shards > 1
         return AttentionCall(
             plan=self.plan,
             elementwise=self._elementwise(rotary_pos_emb, hidden_states),
@@ -148,6 +162,19 @@ class UPipeSelfAttention(SelfAttention):
             gather=self._gather if sequence_parallel else _same,
             reduce=self._reduce_scatter if sequence_parallel else self._reduce,
             tensor_parallel_size=self.world_size,
+        )
+
+    def _check_fp8_sizes(self) -> None:
+        config = self.config
+        check_fp8_sizes(
+            self.recipe,
+            hidden=config.hidden_size,
+            ffn=None if config.num_moe_experts else config.ffn_hidden_size // self.world_size,
+            head_dim=self.hidden_size_per_attention_head,
+            query_heads=self.num_attention_heads_per_partition,
+            kv_heads=self.num_query_groups_per_partition,
+            ulysses_size=self.groups.layout.ulysses_size,
+            heads_per_stage=self.upipe.heads_per_stage,
         )
 
     def _make_plan(self, groups: ContextGroups) -> AttentionPlan:
@@ -177,11 +204,14 @@ class UPipeSelfAttention(SelfAttention):
         if inputs == self._kernel_inputs:
             return
         self._kernel_inputs = inputs
-        name = self.upipe.attention_backend
-        kernel = select_kernel(*inputs, name, deterministic=self.config.deterministic_mode)
-        self.plan = replace(self.plan, kernel=kernel)
+        name, deterministic = self.upipe.attention_backend, self.config.deterministic_mode
+        base = kernel = select_kernel(*inputs, name, deterministic)
+        if self.recipe is not None:
+            kernel = fp8_kernel(self.upipe.fp8_attention, base, *inputs, deterministic)
+        precision = select_precision(self.recipe, x.device, x.dtype)
+        self.plan = replace(self.plan, kernel=kernel, precision=precision)
         _announce(self.describe())
-        reasons = passed_over(kernel, *inputs) if x.is_cuda and name == AUTO else []
+        reasons = passed_over(base, *inputs) if x.is_cuda and name == AUTO else []
         if reasons:
             _announce(f"attention backends passed over: {'; '.join(reasons)}")
 

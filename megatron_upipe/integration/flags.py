@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_upipe.config import PREFETCH_MODES, ROPE_MODES, STORES
+from megatron_upipe.config import FP8_ATTENTION_MODES, PREFETCH_MODES, ROPE_MODES, STORES
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
 from megatron_upipe.integration.symbols import Replacement
@@ -34,7 +34,6 @@ CPU_DEFAULTS = {
 CPU_LIMITS = (
     ("distributed_backend", ("gloo",), "--distributed-backend", "it is gloo"),
     ("transformer_impl", ("local",), "--transformer-impl", "it is local"),
-    ("fp8", (), "--fp8-format", "leave it out"),
     ("fp4", (), "--fp4-format", "leave it out"),
     ("use_precision_aware_optimizer", (), "--use-precision-aware-optimizer", "leave it out"),
     ("cuda_graph_impl", ("none",), "--cuda-graph-impl", "it is none"),
@@ -67,6 +66,12 @@ def add_upipe_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=(AUTO, *(kernel.name for kernel in KERNELS)),
         help="what computes a block of attention: auto (the default) takes the fastest that is installed and serves "
         "the inputs",
+    )
+    group.add_argument(
+        "--upipe-fp8-attention",
+        choices=FP8_ATTENTION_MODES,
+        help="with --fp8-format, whose recipe UPipe's products follow, attention too: off (in 16 bits, the default), "
+        "forward (its forward in FP8, on Hopper) or full (backward as well, MXFP8 on Blackwell); docs/precision.md",
     )
     group.add_argument(
         "--upipe-rope",
@@ -187,6 +192,11 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UPipeError("--recompute-modules layernorm needs TransformerEngine; leave layernorm out on a CPU")
     if args.expert_model_parallel_size > 1 and args.moe_token_dispatcher_type == "alltoall":
         raise UPipeError("--moe-token-dispatcher-type alltoall needs a GPU; on a CPU use allgather")
+    if args.fp8 and (not wants_upipe(args) or args.num_experts):
+        raise UPipeError(
+            f"--fp8-format {args.fp8} needs TransformerEngine and a GPU here; on a CPU UPipe's own layers have a twin "
+            "of it in plain torch, with --context-parallel-size above 1 and without experts"
+        )
     if args.context_parallel_size > 1 and not wants_upipe(args):
         raise UPipeError(
             f"--context-parallel-size {args.context_parallel_size} with Megatron's own attention needs a GPU "

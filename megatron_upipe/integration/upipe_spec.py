@@ -17,6 +17,7 @@ from megatron_upipe.config import (
     EXACT_ROPE_FROM,
     RotarySettings,
     UPipeConfig,
+    check_fp8_sizes,
     check_model,
     check_parallelism,
 )
@@ -25,6 +26,7 @@ from megatron_upipe.integration import cpu
 from megatron_upipe.integration.host_memory import check_host_memory
 from megatron_upipe.integration.symbols import Replacement
 from megatron_upipe.kernels.select import select_kernel
+from megatron_upipe.precision.recipes import check_alignment, fp8_recipe
 
 SPEC = "megatron_upipe.layer_specs"
 
@@ -32,6 +34,7 @@ SPEC = "megatron_upipe.layer_specs"
 UPIPE_FLAGS = {
     "upipe_heads_per_stage": "--upipe-heads-per-stage",
     "upipe_attention_backend": "--upipe-attention-backend",
+    "upipe_fp8_attention": "--upipe-fp8-attention",
     "upipe_rope": "--upipe-rope",
     "upipe_keep_attention": "--upipe-keep-attention",
     "upipe_offload": "--upipe-offload",
@@ -103,11 +106,16 @@ def check_upipe(args: Namespace) -> None:
     if args.use_rotary_position_embeddings:  # Megatron's older way to say it
         args.position_embedding_type = "rope"
     _check_memory_flags(args)
+    if args.upipe_fp8_attention not in (None, "off") and not args.fp8:
+        raise UPipeError(
+            f"--upipe-fp8-attention {args.upipe_fp8_attention} is for layers in FP8; add --fp8-format hybrid"
+        )
     if args.context_parallel_size == 1:
         return
     if args.recompute_activations:
         args.recompute_granularity = "selective"
     check_model(args, training=True)
+    _check_fp8(args)
     _check_backend(args)
     if args.eod_mask_loss and not args.calculate_per_token_loss:
         _say(
@@ -127,6 +135,28 @@ def _check_backend(args: Namespace) -> None:
     head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
     device = torch.device("cpu" if cpu.is_installed() else "cuda")
     select_kernel(device, dtype, head_dim, args.upipe_attention_backend)
+
+
+def _check_fp8(args: Namespace) -> None:
+    """Sizes that the recipe takes, with the number of tokens, which the layers do not know before the first call."""
+    recipe = fp8_recipe(args)
+    if recipe is None:
+        return
+    tp, p = args.tensor_model_parallel_size, (args.hierarchical_context_parallel_sizes or [args.context_parallel_size])
+    heads = args.num_attention_heads
+    check_fp8_sizes(
+        recipe,
+        hidden=args.hidden_size,
+        ffn=None if args.num_experts or not args.ffn_hidden_size else args.ffn_hidden_size // tp,
+        head_dim=args.kv_channels or args.hidden_size // heads,
+        query_heads=heads // tp,
+        kv_heads=(args.num_query_groups if args.group_query_attention else heads) // tp,
+        ulysses_size=p[0],
+        heads_per_stage=args.upipe_heads_per_stage,
+    )
+    tokens = args.seq_length // args.context_parallel_size * args.micro_batch_size
+    what = "the tokens of a rank (--seq-length x --micro-batch-size / --context-parallel-size)"
+    check_alignment(recipe, {what: tokens})
 
 
 def _check_memory_flags(args: Namespace) -> None:
@@ -210,7 +240,7 @@ def upipe_config(args: Namespace) -> UPipeConfig:
     rope = args.upipe_rope or ("exact" if long and rotary is not None else "stock")
     given = {
         name: getattr(args, f"upipe_{name}")
-        for name in ("attention_backend", "offload", "prefetch", "checkpoint_every", "mlp_tile_tokens")
+        for name in ("attention_backend", "fp8_attention", "offload", "prefetch", "checkpoint_every", "mlp_tile_tokens")
         if getattr(args, f"upipe_{name}") is not None
     }
     return UPipeConfig(
@@ -277,8 +307,8 @@ def _with_upipe_linears(original: dict[str, set]) -> dict[str, set]:
     """Megatron-FSDP knows from the class's name how a parameter is split over the tensor-parallel group."""
     return {
         **original,
-        "column": original["column"] | {"UPipeColumnParallelLinear"},
-        "row": original["row"] | {"UPipeRowParallelLinear"},
+        "column": original["column"] | {"UPipeColumnParallelLinear", "UPipeTEColumnParallelLinear"},
+        "row": original["row"] | {"UPipeRowParallelLinear", "UPipeTERowParallelLinear"},
     }
 
 

@@ -21,10 +21,15 @@ def refuses_on_gpu(
         return f"{dtype} is not supported; it takes bf16 and fp16"
     if head_dim % multiple or head_dim > most:
         return f"head size {head_dim} is not supported; it takes multiples of {multiple} up to {most}"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device)
     if major not in architectures:
         return f"compute capability {major}.{minor} is not supported"
     return None
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Major and minor compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
 
 
 def imported(module: str, *names: str) -> list[Callable] | str:

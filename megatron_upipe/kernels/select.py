@@ -7,11 +7,15 @@ from dataclasses import fields, replace
 import torch
 
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.kernels.conventions import capability
 from megatron_upipe.kernels.flash_attn_2 import FlashAttn2Kernel
 from megatron_upipe.kernels.flash_attn_3 import FlashAttn3Kernel
 from megatron_upipe.kernels.flash_attn_4 import FlashAttn4Kernel
+from megatron_upipe.kernels.fp8_twin import Fp8TwinForward, Fp8TwinMxfp8
 from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.kernels.reference import ReferenceKernel
+from megatron_upipe.kernels.te_fp8 import TransformerEngineFp8Forward, TransformerEngineMxfp8
+from megatron_upipe.kernels.te_fused import TransformerEngineKernel
 from megatron_upipe.kernels.torch_cpu import TorchCpuKernel
 from megatron_upipe.kernels.torch_cudnn import TorchCudnnKernel
 from megatron_upipe.kernels.torch_flash import TorchFlashKernel
@@ -20,6 +24,7 @@ from megatron_upipe.kernels.torch_flash import TorchFlashKernel
 KERNELS: tuple[Kernel, ...] = (
     FlashAttn3Kernel(),
     FlashAttn4Kernel(),
+    TransformerEngineKernel(),
     FlashAttn2Kernel(),
     TorchFlashKernel(),
     TorchCudnnKernel(),
@@ -45,14 +50,41 @@ def select_kernel(
     for kernel in candidates:
         reason = kernel.refuses(device, dtype, head_dim)
         if reason is None:
-            switch = any(field.name == "deterministic" for field in fields(kernel))
-            return replace(kernel, deterministic=deterministic) if switch else kernel
+            return _switched(kernel, deterministic)
         reasons.append(f"{kernel.name}: {reason}")
     what = f"{dtype} on {device} with head size {head_dim}"
     if name == AUTO:
         raise UPipeError(f"no attention kernel serves {what} ({'; '.join(reasons)})")
     raise UPipeError(
         f"--upipe-attention-backend {name} does not serve {what}: {reasons[0]}; auto chooses one that does"
+    )
+
+
+def _switched(kernel: Kernel, deterministic: bool) -> Kernel:
+    switch = any(field.name == "deterministic" for field in fields(kernel))
+    return replace(kernel, deterministic=deterministic) if switch else kernel
+
+
+def fp8_kernel(
+    mode: str, base: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False
+) -> Kernel:
+    """``base`` with forward, or everything, in FP8, as ``--upipe-fp8-attention`` says; the twin where no GPU is.
+
+    Raises UPipeError where the GPU or TransformerEngine cannot do it.
+    """
+    if mode == "off":
+        return base
+    if device.type != "cuda":
+        return Fp8TwinForward(base) if mode == "forward" else Fp8TwinMxfp8()
+    kernel = TransformerEngineFp8Forward(base) if mode == "forward" else TransformerEngineMxfp8()
+    reason = kernel.refuses(device, dtype, head_dim)
+    if reason is None:
+        return _switched(kernel, deterministic)
+    nearest = {9: "forward", 10: "full", 11: "full"}.get(capability(device)[0], "off")
+    instead = f"{nearest}, or off" if nearest not in (mode, "off") else "off"
+    raise UPipeError(
+        f"--upipe-fp8-attention {mode} does not serve {dtype} on {device} with head size {head_dim}: {reason}; use "
+        f"{instead}"
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_upipe.attention.elementwise import ElementwiseGradient, apply_norm
 from megatron_upipe.attention.function import AttentionCall
 from megatron_upipe.attention.gradients import WeightGradient, flat
-from megatron_upipe.attention.linears import UPipeColumnParallelLinear, parameters_of
+from megatron_upipe.attention.linears import ReturnsParameters, parameters_of
 from megatron_upipe.context.merge import accumulation_dtype
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.precision.protocol import Operand, Weight
@@ -27,7 +27,7 @@ from megatron_upipe.precision.protocol import Operand, Weight
 
 def is_dense(mlp: torch.nn.Module) -> bool:
     """Whether the backward below is that of ``mlp``."""
-    return type(mlp) is MLP and isinstance(mlp.linear_fc1, UPipeColumnParallelLinear)
+    return type(mlp) is MLP and isinstance(mlp.linear_fc1, ReturnsParameters)
 
 
 def mlp_parameters(layer: torch.nn.Module) -> list[Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -15,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatron_upipe.attention.linears import UPipeColumnParallelLinear, UPipeRowParallelLinear
 from megatron_upipe.attention.module import UPipeSelfAttention
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.precision.transformer_engine import INSTALL
 
 # TransformerEngine's specs fuse norms into the linears behind them; UPipe keeps them apart. In a torch_dist checkpoint
 # both write the norm under the fused name.
@@ -22,7 +24,29 @@ _INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def replace_submodules(spec: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
+class Linears(NamedTuple):
+    """Classes of the linears that UPipe reads."""
+
+    column: type = UPipeColumnParallelLinear
+    row: type = UPipeRowParallelLinear
+
+
+def te_linears() -> Linears:
+    """TransformerEngine's. Raises UPipeError where it is missing."""
+    try:
+        import_module("transformer_engine.pytorch")
+    except ImportError as error:
+        raise UPipeError(
+            f"upipe_te_layer_spec needs TransformerEngine ({error}); {INSTALL}, or use upipe_layer_spec"
+        ) from error
+    classes = import_module("megatron_upipe.attention.te_linears")
+    return Linears(classes.UPipeTEColumnParallelLinear, classes.UPipeTERowParallelLinear)
+
+
+def replace_submodules(
+    spec: TransformerLayerSubmodules,
+    kinds: Linears = Linears(),  # noqa: B008
+) -> TransformerLayerSubmodules:
     """``spec`` with UPipe's self-attention, and its linears in a dense MLP. Raises UPipeError for other attentions."""
     attention = spec.self_attention
     kind = attention.module if isinstance(attention, ModuleSpec) else attention
@@ -35,7 +59,7 @@ def replace_submodules(spec: TransformerLayerSubmodules) -> TransformerLayerSubm
     if kind is not SelfAttention or not isinstance(attention, ModuleSpec):
         name = getattr(kind, "__name__", str(kind))
         raise UPipeError(f"{name} is not supported by UPipe; use Megatron's SelfAttention (multi-head or grouped)")
-    linears = {"linear_qkv": UPipeColumnParallelLinear, "linear_proj": UPipeRowParallelLinear}
+    linears = {"linear_qkv": kinds.column, "linear_proj": kinds.row}
     upipe = ModuleSpec(
         module=UPipeSelfAttention,
         params=dict(attention.params),
@@ -49,7 +73,7 @@ def replace_submodules(spec: TransformerLayerSubmodules) -> TransformerLayerSubm
         keys |= _INPUT_NORM_KEYS
     dense = _dense_mlp(spec.mlp)
     if dense is not None:
-        linears = {"linear_fc1": UPipeColumnParallelLinear, "linear_fc2": UPipeRowParallelLinear}
+        linears = {"linear_fc1": kinds.column, "linear_fc2": kinds.row}
         changes["mlp"] = partial(
             MLP.as_mlp_submodule, **{**dense, "submodules": replace(dense["submodules"], **linears)}
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -18,10 +19,13 @@ class Tiles:
     shards: int = 1
 
     @classmethod
-    def of(cls, tokens: int, tile_tokens: int, micro_batch: int, shards: int = 1) -> Tiles:
-        """Tiles that, gathered and over the whole micro-batch, have at most ``tile_tokens`` tokens (at least one
-        row)."""
-        return cls(tokens, min(tokens, max(1, tile_tokens // (micro_batch * shards))), shards)
+    def of(cls, tokens: int, tile_tokens: int, micro_batch: int, shards: int = 1, unit: int = 1) -> Tiles:
+        """Tiles that, gathered and over the whole micro-batch, have at most ``tile_tokens`` tokens.
+
+        But at least one row, and a multiple of ``unit`` tokens if ``tokens`` are so."""
+        together = micro_batch * shards
+        step = unit // math.gcd(unit, together)
+        return cls(tokens, min(tokens, max(step, tile_tokens // together // step * step)), shards)
 
     def rows(self) -> list[slice]:
         """Of this rank's tokens."""

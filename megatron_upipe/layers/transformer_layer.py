@@ -20,12 +20,13 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatron_upipe.attention.elementwise import apply_norm
+from megatron_upipe.attention.linears import given
 from megatron_upipe.attention.module import refuse_arguments
 from megatron_upipe.config import UPipeConfig, keeps_attention
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.layers.function import LayerCall, Policy, UPipeLayerFunction
 from megatron_upipe.layers.mlp import AnyBackward, DenseBackward, DenseForward, is_dense, mlp_parameters
-from megatron_upipe.layers.submodules import replace_submodules
+from megatron_upipe.layers.submodules import Linears, replace_submodules, te_linears
 from megatron_upipe.layers.tiles import Tiles
 from megatron_upipe.memory.host_store import host_store
 
@@ -34,14 +35,20 @@ class UPipeTransformerLayer(TransformerLayer):
     """Megatron's layer, same parameters and results; ``config.upipe`` says what waits for backward, and where.
 
     A spec object is written before the configuration is known: without ``submodules`` the layer takes those that
-    Megatron would have chosen from ``config``, all layers of one kind. With one context-parallel rank it is Megatron's
-    layer.
+    Megatron would have chosen from ``config``, all layers of one kind; with ``te``, those of TransformerEngine. With
+    one context-parallel rank it is Megatron's layer.
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: Any = None, *, vp_stage: int | None = None, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        submodules: Any = None,
+        *,
+        vp_stage: int | None = None,
+        te: bool = False,
+        **kwargs: Any,
     ) -> None:
-        submodules = submodules or upipe_submodules(config)
+        submodules = submodules or upipe_submodules(config, te)
         super().__init__(config=config, submodules=submodules, vp_stage=vp_stage, **kwargs)
         self.upipe: UPipeConfig = self.self_attention.upipe
         stage = self.pg_collection.pp.rank() if config.pipeline_model_parallel_size > 1 else 0
@@ -59,16 +66,16 @@ class UPipeTransformerLayer(TransformerLayer):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         rotary_pos_emb: Any = None,
-        **given: Any,
+        **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As Megatron's, [s/TP or s, b, hidden]; collective over the tensor- and context-parallel groups."""
         if not self.self_attention.context_parallel:
-            given |= dict(context=context, context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
-            return super().forward(hidden_states, attention_mask=attention_mask, **given)
-        padding_mask = given.pop("padding_mask", None)
-        inference = given.pop("inference_context", None) or given.pop("inference_params", None)
-        given.pop("inference_params", None)
-        refuse_arguments(attention_mask, inference, {**given, "context": context, "context_mask": context_mask})
+            others |= dict(context=context, context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
+            return super().forward(hidden_states, attention_mask=attention_mask, **others)
+        padding_mask = others.pop("padding_mask", None)
+        inference = others.pop("inference_context", None) or others.pop("inference_params", None)
+        others.pop("inference_params", None)
+        refuse_arguments(attention_mask, inference, {**others, "context": context, "context_mask": context_mask})
         if self.upipe.checkpoint_every > 1 and hasattr(self.self_attention.linear_qkv.weight, "__fsdp_param__"):
             raise UPipeError(
                 f"--upipe-checkpoint-every {self.upipe.checkpoint_every} does not work with Megatron-FSDP, which "
@@ -89,14 +96,15 @@ class UPipeTransformerLayer(TransformerLayer):
         attention = self.self_attention.call(x, rotary_pos_emb)
         tokens, micro_batch, _ = x.shape
         shards = self.self_attention.shards
-        norm_tiles = Tiles.of(tokens, self.upipe.mlp_tile_tokens, micro_batch, shards)
+        unit = attention.plan.precision.alignment
+        norm_tiles = Tiles.of(tokens, self.upipe.mlp_tile_tokens, micro_batch, shards, unit)
         if is_dense(self.mlp):
             tiles = norm_tiles
             fuse = self.config.gradient_accumulation_fusion
             second_half = partial(DenseForward, self, attention)
             backward = partial(DenseBackward, self, attention, fuse=fuse)
         else:
-            forward = partial(self._forward_mlp, padding_mask=padding_mask)
+            forward = partial(self._forward_experts, padding_mask)
             second_half = lambda: forward  # noqa: E731
             tiles = Tiles(tokens, tokens, shards)
             backward = partial(AnyBackward, self, forward)
@@ -104,7 +112,7 @@ class UPipeTransformerLayer(TransformerLayer):
             attention=attention,
             norm=partial(apply_norm, self.input_layernorm),
             norm_parameters=tuple(self.input_layernorm.parameters()),
-            proj_bias=self.self_attention.linear_proj.bias,
+            proj_bias=given(self.self_attention.linear_proj.bias),
             add_attention=self._add_attention,
             second_half=second_half,
             second_half_backward=backward,
@@ -113,14 +121,23 @@ class UPipeTransformerLayer(TransformerLayer):
             norm_tiles=norm_tiles,
         )
 
+    def _forward_experts(self, padding_mask: Tensor | None, hidden: Tensor) -> Tensor:
+        """Megatron's own second half; in backward, too, in the precision that Megatron's block gives its layers."""
+        with self.get_inner_quantization_context():
+            return self._forward_mlp(hidden, padding_mask=padding_mask)
+
     def _add_attention(self, projected: Tensor, residual: Tensor) -> Tensor:
         """Output bias and residual connection."""
         add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
-        return add((projected, self.self_attention.linear_proj.bias), residual, self.hidden_dropout)
+        return add((projected, given(self.self_attention.linear_proj.bias)), residual, self.hidden_dropout)
 
 
-def upipe_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
-    """Megatron's submodules for ``config`` with UPipe self-attention. Raises UPipeError where layers differ."""
+def upipe_submodules(config: TransformerConfig, te: bool = False) -> TransformerLayerSubmodules:
+    """Megatron's submodules for ``config`` with UPipe self-attention. Raises UPipeError where layers differ.
+
+    ``te``: TransformerEngine's modules, its linears included.
+    """
+    linears = te_linears() if te else Linears()
     pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [config.moe_layer_freq]
     if config.num_moe_experts is not None and set(pattern) != {1}:
         raise UPipeError(
@@ -134,6 +151,6 @@ def upipe_submodules(config: TransformerConfig) -> TransformerLayerSubmodules:
         multi_latent_attention=config.multi_latent_attention,
         qk_l2_norm=config.qk_l2_norm,
     )
-    if config.transformer_impl == "transformer_engine":
-        return replace_submodules(get_gpt_layer_with_transformer_engine_submodules(**common))
+    if te or config.transformer_impl == "transformer_engine":
+        return replace_submodules(get_gpt_layer_with_transformer_engine_submodules(**common), linears)
     return replace_submodules(get_gpt_layer_local_submodules(**common, normalization=config.normalization))

@@ -19,6 +19,7 @@ class PlainPrecision:
     """See ``protocol.Precision``. Operands are the tensors themselves."""
 
     quantises: ClassVar[bool] = False
+    alignment: ClassVar[int] = 1
 
     def describe(self) -> str:
         return "that of the parameters"

@@ -24,6 +24,9 @@ class Precision(Protocol):
     quantises: bool
     """Whether operands are new tensors, worth keeping; else they are the inputs themselves."""
 
+    alignment: int
+    """Tokens and features of every product are multiples of it."""
+
     def describe(self) -> str:
         """For the log."""
         ...

@@ -88,6 +88,10 @@ class TwinPrecision:
     recipe: Fp8Recipe
     quantises: ClassVar[bool] = True
 
+    @property
+    def alignment(self) -> int:
+        return self.recipe.alignment
+
     def describe(self) -> str:
         return f"{self.recipe.describe()}, computed by its twin in plain torch"
 
