@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow fuzz lint format install clean help
+TE := .venv-te/.installed
+
+.PHONY: demo test test-slow test-te fuzz lint format install clean help
 
 GRIDS ?= 200
 SEED ?= 0
@@ -13,9 +15,10 @@ help:
 	@echo "make demo       train a small Llama on real text with Megatron-LM's own training loop, on this machine's CPUs"
 	@echo "make test       the test suite (under 15 minutes on 2 cores)"
 	@echo "make test-slow  tests that wait for minutes: a rank that hangs"
+	@echo "make test-te    calls of TransformerEngine against its real functions, no GPU needed (compiles it once, 10 minutes)"
 	@echo "make fuzz       GRIDS=200 random compositions against the unsharded stock run, from SEED=0"
 	@echo "make lint       ruff"
-	@echo "make clean      remove .venv and .demo"
+	@echo "make clean      remove .venv, .venv-te and .demo"
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo/run.py
@@ -25,6 +28,13 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
+
+test-te: $(TE)
+	.venv-te/bin/python -W ignore -m pytest -m "te or not te" tests/te
+
+$(TE): $(INSTALLED) tools/te_env.sh
+	bash tools/te_env.sh
+	@touch $@
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -W ignore tests/composition/fuzz.py --grids $(GRIDS) --seed $(SEED)
@@ -45,4 +55,4 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) .venv-te .demo

@@ -36,18 +36,18 @@ class TransformerEngineFp8Forward:
         tensors = import_module("transformer_engine.pytorch.tensor.float8_tensor")
         e4m3 = import_module("transformer_engine.pytorch.constants").DType.kFloat8E4M3
         q, k, v = contiguous(q, k, v)
-        largest = v.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny).view(1)
+        largest = v.abs().amax().float().clamp(min=1e-30).view(1)
 
         def fixed(scale: Tensor) -> Any:
             return tensors.Float8Quantizer(scale, torch.zeros_like(scale), e4m3, rowwise=True, columnwise=False)
 
         current = tensors.Float8CurrentScalingQuantizer(e4m3, q.device, rowwise=True, columnwise=False)
         out, lse = fused_forward(
-            *(current(t) for t in (q, k, v)),
+            [current(t) for t in (q, k, v)],
+            (q, k, v),
             "FP8",
             causal,
             scale,
-            q,
             s_quantizer=fixed(torch.full_like(largest, SOFTMAX_SCALE)),
             o_quantizer=fixed(OUT_LARGEST / largest),
         )
@@ -76,7 +76,7 @@ class TransformerEngineMxfp8:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = contiguous(q, k, v)
         quantised, formats = _quantised(q, k, v, backward=False)
-        out, lse = fused_forward(*quantised, "FP8", causal, scale, q, **formats)
+        out, lse = fused_forward(quantised, (q, k, v), "FP8", causal, scale, **formats)
         return out.transpose(1, 2), lse
 
     def backward(
@@ -88,13 +88,14 @@ class TransformerEngineMxfp8:
         (dout_fp8,), do_format = _attention_utils().mxfp8_quantize_fast_path([(dout, gradient)], "bshd")
         gradients = fused_backward(
             dout_fp8,
-            *quantised,
+            quantised,
             out,
             lse,
+            k.shape[1],
             "FP8",
             causal,
             scale,
-            auxiliary=(dout,),  # in 16 bits, too
+            further=(dout,),  # in 16 bits, too
             do_scale_inv_format=do_format,
             deterministic=self.deterministic,
             **formats,

@@ -6,6 +6,7 @@ Source: ``transformer_engine/pytorch/cpp_extensions/fused_attn.py``, 2.15 to 2.2
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,8 +31,11 @@ def refuses_package() -> str | None:
     return f"fused_attn_bwd has no argument {missing[0]}, older than 2.15; {INSTALL}" if missing else None
 
 
-def fused_forward(q: Any, k: Any, v: Any, backend: str, causal: bool, scale: float, like: Tensor, **rest: Any) -> tuple:
-    """out and lse of q, k, v [b, l, n, d] in memory; ``like`` is q in its own precision, ``rest`` quantizers."""
+def fused_forward(
+    qkv: Sequence[Any], plain: Sequence[Tensor], backend: str, causal: bool, scale: float, **rest: Any
+) -> tuple[Any, Tensor]:
+    """out and lse of ``qkv`` [b, l, n, d] in memory; ``plain`` are q, k and v in 16 bits, ``rest`` quantizers."""
+    (q, k, v), like = qkv, plain[0]
     function, _, backends = imported(MODULE, *FUNCTIONS)
     out, auxiliary = function(
         is_training=True,
@@ -41,19 +45,29 @@ def fused_forward(q: Any, k: Any, v: Any, backend: str, causal: bool, scale: flo
         fused_attention_backend=backends[backend],
         o_format="bshd",
         rng_gen=_generator(like.device),
-        **_arguments(like, k.shape[1], causal, scale),
+        **_arguments(like, plain[1].shape[1], causal, scale),
         **rest,
     )
     return out, auxiliary[0].view(like.shape[0], like.shape[2], like.shape[1])
 
 
 def fused_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Tensor, lse: Tensor, backend: str, causal: bool, scale: float, **rest: Any
+    dout: Any,
+    qkv: Sequence[Any],
+    out: Tensor,
+    lse: Tensor,
+    keys: int,
+    backend: str,
+    causal: bool,
+    scale: float,
+    further: Sequence[Tensor] = (),
+    **rest: Any,
 ) -> list[Tensor]:
-    """dq, dk, dv [b, l, n, d]; ``lse`` [b, n, l]. ``rest`` are determinism, formats, further auxiliary tensors."""
+    """dq, dk, dv [b, l, n, d]; ``lse`` [b, n, l]. ``further`` are auxiliary tensors, ``rest`` determinism, formats."""
+    q, k, v = qkv
     _, function, backends = imported(MODULE, *FUNCTIONS)
     state = torch.zeros(2, dtype=torch.int64, device=lse.device)  # of dropout, which there is none of
-    auxiliary = [lse.unsqueeze(-1).contiguous(), state, *rest.pop("auxiliary", ())]
+    auxiliary = [lse.unsqueeze(-1).contiguous(), state, *further]
     gradients = function(
         q=q,
         k=k,
@@ -65,7 +79,7 @@ def fused_backward(
         o_format="bshd",
         do_format="bshd",
         dqkv_layout="bshd_bshd_bshd",
-        **_arguments(out, k.shape[1], causal, scale),
+        **_arguments(out, keys, causal, scale),
         **rest,
     )
     return list(gradients[:3])
@@ -118,16 +132,15 @@ class TransformerEngineKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = contiguous(q, k, v)
-        out, lse = fused_forward(q, k, v, "F16_arbitrary_seqlen", causal, scale, q)
+        out, lse = fused_forward((q, k, v), (q, k, v), "F16_arbitrary_seqlen", causal, scale)
         return out.transpose(1, 2), lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = contiguous(dout, q, k, v, out)
-        gradients = fused_backward(
-            *tensors, lse, "F16_arbitrary_seqlen", causal, scale, deterministic=self.deterministic
-        )
+        dout, q, k, v, out = contiguous(dout, q, k, v, out)
+        how = ("F16_arbitrary_seqlen", causal, scale)
+        gradients = fused_backward(dout, (q, k, v), out, lse, k.shape[1], *how, deterministic=self.deterministic)
         return tuple(tokens_first(*gradients))
 
     def workspace_bytes(self, batch: int, heads: int, tokens: int, head_dim: int) -> int:

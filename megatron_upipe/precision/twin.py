@@ -65,7 +65,7 @@ def quantise_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], mx: b
 
 
 def _scale(amax: Tensor, dtype: torch.dtype, source: torch.dtype) -> Tensor:
-    scale = torch.finfo(dtype).max / amax
+    scale = torch.div(torch.finfo(dtype).max, amax)  # the operator / would multiply by a rounded reciprocal
     largest = min(torch.finfo(source).max, torch.finfo(torch.float32).max)
     scale = torch.where(scale == torch.inf, largest, scale)  # amax next to 0
     return torch.where(amax == 0, 1.0, scale)

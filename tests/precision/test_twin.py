@@ -60,7 +60,7 @@ def test_a_piece_alone_has_another_scale():
 
 
 def test_a_weight_is_quantised_once(monkeypatch):
-    x, w, _ = tensors()
+    _, w, _ = tensors()
     twin, shared = TwinPrecision(ALL[0]), []
     monkeypatch.setattr(TwinPrecision, "share", lambda self, p, f=TwinPrecision.share: shared.append(p) or f(self, p))
     weight = Weight(w, twin)
