@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_check.py --json gpu_check.json
 
-Needs torch and this package; flash-attn is tried where it is installed. Prints one table. ``--device cpu`` tries the
-script itself on small shapes, where its numbers mean nothing.
+Needs torch and this package; flash-attn and TransformerEngine are tried where they are installed. Prints one table.
+``--device cpu`` tries the script itself on small shapes, where its numbers mean nothing.
 
 * errors: 2-norm against explicit softmax in fp64, over what explicit softmax errs in the same precision; at most 2
 * merged: gradients of two blocks of keys with the global out and lse against those of all keys at once
@@ -11,6 +11,8 @@ script itself on small shapes, where its numbers mean nothing.
 * speed: of a stage of Llama3-8B with U = P = 8 on 8 GPUs, one query head to one KV head over the whole sequence
 * stages: attention of one GPU's 32 heads in stages of 4 against all at once, forward and backward, by turns, medians;
   peak memory as allocated by torch beside what is counted from tensors and the kernel's stated workspace
+* fp8 (``gpu_check_fp8.py``): products by each recipe against fp64 and the plain-torch twin, whether pieces of a weight
+  and a second computation give the same bits, bf16 over FP8 seconds; attention by each mode
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import gpu_check_fp8
 import torch
 from torch import Tensor
 
@@ -58,7 +61,7 @@ class Check:
         self.rows.append(dict(check=check, backend=backend, good=good, **numbers))
         shown = "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in numbers.items())
         verdict = {True: "ok", False: "WRONG", None: ""}[good]
-        print(f"{check:12}{backend:14}{verdict:7}{shown}", flush=True)
+        print(f"{check:12}{backend:18}{verdict:7}{shown}", flush=True)
 
     def late(self) -> bool:
         return time.monotonic() > self._end
@@ -271,13 +274,21 @@ def main() -> int:
     print(f"{name}; torch {torch.__version__}")
     check = Check(device, REAL if args.device == "cuda" else SMALL, args.seconds)
     torch.manual_seed(0)
-    kernels = serving(check)
-    for part in (errors, merged, edge, speed, stages):
-        for kernel in kernels:
-            try:
-                part(check, kernel)
-            except Exception as error:  # a backend that fails must not hide the others
-                check.row(part.__name__, kernel.name, False, error=f"{type(error).__name__}: {str(error)[:200]}")
+    kernels, precisions = serving(check), gpu_check_fp8.precisions(check)
+    for parts, subjects in (
+        ((errors, merged), kernels),
+        ((gpu_check_fp8.products,), precisions),
+        ((gpu_check_fp8.attention,), ("forward", "full")),
+        ((edge, speed, stages), kernels),
+        ((gpu_check_fp8.product_speed,), precisions),
+    ):
+        for part in parts:
+            for subject in subjects:
+                try:
+                    part(check, subject)
+                except Exception as error:  # a backend that fails must not hide the others
+                    name = getattr(subject, "name", str(subject)[:16])
+                    check.row(part.__name__, name, False, error=f"{type(error).__name__}: {str(error)[:200]}")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump({"device": name, "torch": torch.__version__, "rows": check.rows}, file, indent=1)

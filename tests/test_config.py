@@ -41,7 +41,8 @@ BAD = [
     ("hybrid_context_parallel", True, "--hybrid-context-parallel is not"),
     ("dynamic_context_parallel", True, "--dynamic-context-parallel is not"),
     ("cuda_graph_impl", "local", "--cuda-graph-impl local is not"),
-    ("fp8", "hybrid", "--fp8-format hybrid is not"),
+    ("fp4", "e2m1", "--fp4-format e2m1 is not .*; use --fp8-format"),
+    ("fp8_param_gather", True, "--fp8-param-gather is not .*; leave it out"),
     ("cp_comm_type", ["a2a"], "--cp-comm-type a2a is not .*; leave it out, UPipe has its own"),
     (
         "position_embedding_type",

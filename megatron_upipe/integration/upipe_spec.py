@@ -45,6 +45,7 @@ UPIPE_FLAGS = {
 }
 # these are about layers that UPipe computes, which it does with several context-parallel ranks only
 LAYER_FLAGS = [name for name in UPIPE_FLAGS if name not in ("upipe_rope", "upipe_loss_tile_tokens")]
+ATTENTION_FLAGS = ("upipe_heads_per_stage", "upipe_attention_backend", "upipe_fp8_attention")
 
 
 def wants_upipe(args: Namespace) -> bool:
@@ -269,7 +270,9 @@ def check_layers(args: Namespace, model: list) -> None:
             f"--spec asks for UPipe but {len(others)} of {len(attentions)} attention layers are not UPipe, the first "
             f"{name} ({kind}); check the log above for a spec that failed to import"
         )
-    given = [UPIPE_FLAGS[name] for name in LAYER_FLAGS[2:] if getattr(args, name) is not None]
+    given = [
+        UPIPE_FLAGS[name] for name in LAYER_FLAGS if name not in ATTENTION_FLAGS and getattr(args, name) is not None
+    ]
     layers = [type(m).__name__ for chunk in model for m in chunk.modules() if isinstance(m, TransformerLayer)]
     foreign = [kind for kind in layers if kind != UPipeTransformerLayer.__name__]
     if given and foreign:

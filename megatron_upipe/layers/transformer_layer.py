@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_submodules,
@@ -91,6 +92,18 @@ class UPipeTransformerLayer(TransformerLayer):
         )
         y = UPipeLayerFunction.apply(torch.is_grad_enabled(), call, policy, hidden_states, *call.parameters())
         return y, context
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Keys of the stock layer.
+
+        Where that has the norms inside the linears behind them, TransformerEngine's state of a norm by itself, which
+        has nothing in it, has no key.
+        """
+        state = super().sharded_state_dict(*args, **kwargs)
+        for name, entry in state.items():
+            if getattr(entry, "key", "").endswith(".layer_norm__extra_state"):
+                state[name] = LocalNonpersistentObject(entry.data)
+        return state
 
     def _call(self, x: Tensor, rotary_pos_emb: Any, padding_mask: Tensor | None) -> LayerCall:
         attention = self.self_attention.call(x, rotary_pos_emb)

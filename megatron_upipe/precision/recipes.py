@@ -38,7 +38,8 @@ def fp8_recipe(config: Any) -> Fp8Recipe | None:
     name = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
     if name not in ALIGNMENT:
         reason = _REFUSED.get(name, "is not known")
-        raise UPipeError(f"--fp8-recipe {name} is not supported by UPipe: it {reason}; use {' or '.join(ALIGNMENT)}")
+        shown = f"{name} (Megatron's default)" if name == "delayed" else name
+        raise UPipeError(f"--fp8-recipe {shown} is not supported by UPipe: it {reason}; use {' or '.join(ALIGNMENT)}")
     return Fp8Recipe(name, config.fp8 == "hybrid")
 
 

@@ -114,7 +114,7 @@ def test_stand_in_changes_defaults_and_user_wins():
     [
         (["--distributed-backend", "nccl"], "--distributed-backend nccl needs a GPU; on a CPU it is gloo"),
         (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine needs a GPU"),
-        (["--fp8-format", "hybrid"], "--fp8-format hybrid needs a GPU"),
+        (["--fp8-format", "hybrid"], "--fp8-format hybrid needs TransformerEngine and a GPU"),
         (["--attention-backend", "flash"], "--attention-backend flash needs a GPU"),
         (["--use-torch-fsdp2"], "--use-torch-fsdp2 needs a GPU; on a CPU use --use-distributed-optimizer"),
         (["--context-parallel-size", "2"], "--context-parallel-size 2 with Megatron's own attention needs a GPU"),
@@ -172,7 +172,7 @@ def test_every_flag_is_on_in_some_test():
     parser = flags.add_upipe_flags(argparse.ArgumentParser(add_help=False))
     tests = "\n".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
     ours = [option for action in parser._actions for option in action.option_strings]
-    assert len(ours) == 11 and all(f'"{flag}"' in tests for flag in ours)
+    assert len(ours) == 12 and all(f'"{flag}"' in tests for flag in ours)
 
 
 def test_cli_info(capsys):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -113,8 +114,27 @@ def test_names_shapes_and_checkpoint_keys_are_stock(workers):
     assert workers.run(2, _state_dicts) == [True, True]
 
 
+def _with_extra_state(rank):
+    """Norms with a state of their own, as TransformerEngine's; in checkpoints they are inside the linears."""
+    initialize(2, 1)
+    _, upipe = _layers(Case(config=SWIGLU), 2, 1)
+    plain = {entry.key for entry in upipe.sharded_state_dict(prefix="layer.").values()}
+    for norm in (upipe.input_layernorm, upipe.pre_mlp_layernorm):
+        state = {"get_extra_state": lambda self: torch.empty(0), "set_extra_state": lambda self, state: None}
+        norm.__class__ = type("Norm", (type(norm),), state)
+    found = upipe.sharded_state_dict(prefix="layer.")
+    local = [name for name, entry in found.items() if isinstance(entry, LocalNonpersistentObject)]
+    stored = {entry.key for name, entry in found.items() if name not in local}
+    return local, stored == plain
+
+
+def test_norms_of_transformer_engine_add_no_checkpoint_keys(workers):
+    local = ["layer.input_layernorm._extra_state", "layer.pre_mlp_layernorm._extra_state"]
+    assert workers.run(2, _with_extra_state) == [(local, True)] * 2
+
+
 def _refused_at_build(rank):
-    from megatron_upipe.layer_specs import upipe_layer_spec
+    from megatron_upipe.layer_specs import upipe_layer_spec, upipe_te_layer_spec
 
     initialize(2, 1)
     messages = []
@@ -123,11 +143,17 @@ def _refused_at_build(rank):
         Case(config=dict(attention_dropout=0.1)),
         Case(heads=9, kv_heads=3),
         Case(config=dict(window_size=(4, 0))),
+        Case(config=dict(fp8="hybrid", fp8_recipe="tensorwise")),
     ]
     groups = ProcessGroupCollection.use_mpu_process_groups()
     for case in cases:
         with pytest.raises(UPipeError) as refused:
             build_module(upipe_layer_spec, config=make_config(case, 2, 1), layer_number=1, pg_collection=groups)
+        messages.append(str(refused.value))
+    alone = make_config(Case(config=dict(fp8="hybrid", fp8_recipe="tensorwise")), 1, 1)
+    for spec in (upipe_layer_spec, upipe_te_layer_spec):
+        with pytest.raises(UPipeError) as refused:
+            build_module(spec, config=alone, layer_number=1, pg_collection=single_rank_groups())
         messages.append(str(refused.value))
     build_module(upipe_layer_spec, config=make_config(Case(), 2, 1), layer_number=1, pg_collection=groups)
     return messages
@@ -140,6 +166,9 @@ def test_refused_when_the_layer_is_built(workers):
         "--attention-dropout 0.1",
         "(Ulysses) does not fit",
         "--window-size 4 0",
+        "--fp8-recipe tensorwise needs multiples of 16, but --hidden-size is 28",
+        "--context-parallel-size 1 needs TransformerEngine's linears; use --spec megatron_upipe.layer_specs upipe_te_l",
+        "upipe_te_layer_spec needs TransformerEngine (No module named 'transformer_engine'); pip install",
     )
     for message, part in zip(messages, parts, strict=True):
         assert part in message

@@ -87,3 +87,37 @@ def test_specs_on_its_modules():
 
     linears = te_linears()
     assert issubclass(linears.column, TEColumnParallelLinear) and issubclass(linears.row, TERowParallelLinear)
+
+
+def test_checkpoint_keys_are_those_of_the_stock_layer(monkeypatch):
+    """Both built without a GPU, which is all that can be done with them here."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_upipe.integration.selftest.parity import Case, make_config
+    from megatron_upipe.layer_specs import upipe_layer_spec, upipe_te_layer_spec
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        config = make_config(Case(), 1, 1, transformer_impl="transformer_engine")
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        stock, te, own = (
+            build_module(spec, config=config, layer_number=1, pg_collection=groups)
+            for spec in (get_gpt_layer_with_transformer_engine_spec(), upipe_te_layer_spec, upipe_layer_spec)
+        )
+        keys = {entry.key for entry in stock.sharded_state_dict().values()}
+        for layer in (te, own):
+            entries = layer.sharded_state_dict().values()
+            assert {entry.key for entry in entries if hasattr(entry, "key")} == keys
+        assert type(te.mlp.linear_fc2).__name__ == "UPipeTERowParallelLinear"
+        weight, bias = te.self_attention.linear_qkv()
+        assert weight is te.self_attention.linear_qkv.weight and bias is None
+    finally:
+        monkeypatch.undo()
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
