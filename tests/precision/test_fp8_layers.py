@@ -1,10 +1,16 @@
 """Attention and whole layers on several ranks with FP8 products (the twin): errors, stages, groups, recipes."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
+from megatron.core.transformer.spec_utils import build_module
 
 from megatron_upipe.integration.selftest import layers, parity
-from megatron_upipe.integration.selftest.parity import Case, initialize, single_rank_groups
+from megatron_upipe.integration.selftest.parity import Case, initialize, relative_error, single_rank_groups
+from megatron_upipe.layer_specs import upipe_layer_spec
+from megatron_upipe.precision.plain import PLAIN
+from megatron_upipe.precision.twin import TwinPrecision
 
 # of 2-norms: a product in e4m3 errs by 3.8 %, one with e5m2 by 5.9 %, and two follow each other
 OUT, GRADIENT = 0.06, 0.1
@@ -17,7 +23,7 @@ def _norm_error(found, wanted):
 def case_of(recipe, form="hybrid", **changes):
     unit = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}[recipe]
     sizes = dict(chunk=unit // 2, micro_batch=3, head_dim=unit, hidden=4 * unit, heads=8, kv_heads=4)
-    config = dict(fp8=form, fp8_recipe=recipe, ffn_hidden_size=6 * unit, **changes.pop("config", {}))
+    config = {**dict(fp8=form, fp8_recipe=recipe, ffn_hidden_size=6 * unit), **changes.pop("config", {})}
     return Case(**{**sizes, **changes}, config=config)
 
 
@@ -76,3 +82,119 @@ def _same_bits(rank):
 
 def test_stages_do_not_change_a_bit(workers):
     assert workers.run(2, _same_bits) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize(("mode", "recipe"), [("forward", "tensorwise"), ("full", "mxfp8")])
+def test_fp8_attention(workers, mode, recipe):
+    """Ring 2; attention itself rounds as well. Without it, and in layers in bf16, the kernel is another."""
+    case = case_of(recipe, upipe=dict(fp8_attention=mode))
+    for errors in workers.run(2, _errors, 1, 2, case, "compare", 1, False):
+        check(errors, 0.09, 0.15)
+
+
+def _layer(groups, p, number=1, **changes):
+    case = case_of("tensorwise", **changes)
+    config = parity.make_config(case, p, 1, num_layers=4)
+    layer = build_module(upipe_layer_spec, config=config, layer_number=number, pg_collection=groups).double()
+    x = torch.randn(2 * case.chunk, case.micro_batch, case.hidden, dtype=torch.float64)
+    return layer, x
+
+
+def _first_and_last(rank):
+    initialize(2, 1)
+    bf16 = dict(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2)
+    found = []
+    for number in range(1, 5):
+        config = dict(layers.SWIGLU, **bf16)
+        layer, x = _layer(None, 2, number, config=config, upipe=dict(fp8_attention="forward"))
+        layer(x, None)
+        plan = layer.self_attention.plan
+        found.append((plan.precision is PLAIN, plan.kernel.name, "FP8" in plan_line(layer)))
+    return found
+
+
+def plan_line(layer):
+    return layer.self_attention.describe()
+
+
+def test_first_and_last_layers_are_in_bf16(workers):
+    plain, fp8 = (True, "torch-cpu", False), (False, "fp8-twin", True)
+    assert workers.run(2, _first_and_last) == [[plain, fp8, plain, plain]] * 2
+
+
+def _counts(rank):
+    """How many numbers are quantised in forward and in backward of a layer, in units of what is said below."""
+    initialize(2, 1)
+    layer, x = _layer(None, 2, config=layers.SWIGLU, upipe=dict(mlp_tile_tokens=48))
+    counts = dict.fromkeys(("tokens", "gradient", "share"), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in counts:
+            original = getattr(TwinPrecision, name)
+
+            def counting(self, tensor, *args, name=name, original=original, **kwargs):
+                counts[name] += tensor.numel()
+                return original(self, tensor, *args, **kwargs)
+
+            patch.setattr(TwinPrecision, name, counting)
+        y, _ = layer(x.requires_grad_(), None)
+        forward = dict(counts)
+        y.sum().backward()
+    backward = {name: counts[name] - forward[name] for name in counts}
+    weights = {name: p.numel() for name, p in layer.named_parameters() if p.dim() == 2}
+    return forward, backward, weights, x.shape
+
+
+def test_everything_is_quantised_once_a_pass(workers):
+    """x and dy whatever the number of stages, weights whatever the number of tiles."""
+    for forward, backward, weights, (s, b, hidden) in workers.run(2, _counts):
+        t, out, ffn = s * b, 8 * 16, 6 * 16
+        assert forward == dict(tokens=t * (hidden + out + hidden + ffn), gradient=0, share=sum(weights.values()))
+        # backward: the output projection, for the hidden state, and x and attention's output for their gradients
+        assert backward["tokens"] == t * ((out + hidden + ffn) + (hidden + out))
+        heads = (8 + 2 * 4) * 16
+        assert backward["gradient"] == t * ((hidden + 2 * ffn) + hidden + heads)
+        again = weights["self_attention.linear_proj.weight"]  # in the second half's pass and in attention's
+        assert backward["share"] == sum(weights.values()) + again
+
+
+def _fused(rank):
+    """Gradients in main_grad after two passes, and twice those of one pass."""
+    initialize(2, 1)
+    torch.manual_seed(3)
+    plain, x = _layer(None, 2, config=layers.SWIGLU)
+    fused, _ = _layer(None, 2, config=dict(layers.SWIGLU, gradient_accumulation_fusion=True))
+    fused.load_state_dict(plain.state_dict())
+    for p in fused.parameters():
+        p.main_grad, p.grad_added_to_main_grad = torch.zeros(p.shape, dtype=torch.float64), False
+    plain(x, None)[0].square().sum().backward()
+    for _ in range(2):
+        fused(x, None)[0].square().sum().backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if "linear" in name}
+    return max(relative_error(fused.get_parameter(n).main_grad, 2 * g) for n, g in wanted.items()), len(wanted)
+
+
+def test_fused_gradients(workers):
+    for error, count in workers.run(2, _fused):
+        assert error < 1e-12 and count == 4
+
+
+def _experts(rank):
+    """How often the context in which Megatron's own second half runs is entered, forward and backward."""
+    initialize(2, 1)
+    moe = dict(layers.SWIGLU, num_moe_experts=2, moe_router_load_balancing_type="none")
+    layer, x = _layer(None, 2, config={**moe, "fp8": None})  # Megatron wants TransformerEngine for FP8 experts
+    entered = []
+
+    @contextmanager
+    def context():
+        entered.append(torch.is_grad_enabled())
+        yield
+
+    layer.get_inner_quantization_context = context
+    y, _ = layer(x.requires_grad_(), None)
+    y.sum().backward()
+    return entered
+
+
+def test_experts_run_in_megatrons_precision_in_backward_too(workers):
+    assert workers.run(2, _experts) == [[False, True]] * 2
