@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from end_to_end.training import MODEL, TRAINING, launch, train
+from end_to_end.training import MODEL, TRAINING, launch, some_slow, train
 
 UPIPE = ["--spec", "megatron_upipe.layer_specs", "upipe_layer_spec"]
 CP2 = [*UPIPE, "--context-parallel-size", "2"]
@@ -55,7 +55,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some_slow(LAYOUTS, "exact rope", "Megatron's own loss"))
 def test_trains_as_stock_does(folder, stock, name):
     ranks, flags = LAYOUTS[name]
     found = train(folder, name, ranks, *flags)
@@ -66,6 +66,17 @@ def test_trains_as_stock_does(folder, stock, name):
         assert_close(found, reference)
     else:
         assert_close(found, stock)
+
+
+def test_fp8_trains_as_16_bits_do(folder):
+    """The twin, of products and of attention's forward; losses differ, by no more than FP8's noise."""
+    sizes = ["--kv-channels", "16", *CP2, "--bf16", "--upipe-offload", "host", "--upipe-mlp-tile-tokens", "32"]
+    wanted = train(folder, "bf16", 2, *sizes)
+    fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--upipe-fp8-attention", "forward"]
+    found = train(folder, "fp8", 2, *sizes, *fp8)
+    assert set(found) == set(wanted)
+    differences = [abs(found[key] / wanted[key] - 1) for key in wanted if "loss" in key]
+    assert 1e-5 < max(differences) < 0.01, differences
 
 
 def test_mixture_of_experts_trains_as_stock_does(folder):
@@ -99,7 +110,7 @@ FSDP_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", FSDP_LAYOUTS)
+@pytest.mark.parametrize("name", some_slow(FSDP_LAYOUTS, "data parallel alone", "2 ranks", "context 2 x data 2"))
 def test_megatron_fsdp_trains_as_stock_does(folder, stock, name):
     ranks, flags = FSDP_LAYOUTS[name]
     found = train(folder, f"fsdp {name}", ranks, *flags, *FSDP, distributed_optimizer=False)
@@ -107,7 +118,7 @@ def test_megatron_fsdp_trains_as_stock_does(folder, stock, name):
     assert_close(found, stock)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", some_slow([False, True], False))
 def test_small_buckets(folder, stock, overlap):
     """Every parameter in a bucket of its own: a weight read past its module's call would be stale."""
     flags = ["--overlap-grad-reduce", "--overlap-param-gather"] if overlap else []
@@ -213,7 +224,7 @@ def made(config):
 """
 
 
-@pytest.mark.parametrize("name", ["layer", "made"])
+@pytest.mark.parametrize("name", some_slow(["layer", "made"], "layer"))
 def test_a_spec_of_the_users_own(folder, stock, monkeypatch, name):
     """Flags, checks and settings reach a spec made by with_upipe in another module."""
     (folder / "my_specs.py").write_text(MY_SPECS)

@@ -5,7 +5,11 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 MODEL = shlex.split(
     """--num-layers 2 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 8 --group-query-attention
@@ -56,3 +60,8 @@ def train(
             f"{key} {record['iteration']}": value for key, value in record.items() if "loss" in key or "norm" in key
         }
     return found
+
+
+def some_slow(values: Iterable[Any], *slow: Any) -> list[Any]:
+    """For ``parametrize``: of the ``values`` those that others cover in part are left to ``make test-slow``."""
+    return [pytest.param(value, marks=pytest.mark.slow) if value in slow else value for value in values]
