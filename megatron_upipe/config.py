@@ -1,21 +1,13 @@
-"""UPipeConfig: every setting of the plug-in, and the checks of what it supports.
+"""UPipeConfig: every setting of the plug-in.
 
-Layers read ``config.upipe`` on Megatron's TransformerConfig and never Megatron's global arguments. The checks are pure
-functions of attributes, so that they serve Megatron's arguments (before anything is built) and its TransformerConfig
-(for training loops that have no such arguments) alike.
+Layers read ``config.upipe`` on Megatron's TransformerConfig and never Megatron's global arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_upipe.attention.schedule import fitting_ulysses_sizes, head_schedule
-from megatron_upipe.context.groups import check_sizes
-from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.precision.recipes import Fp8Recipe, check_alignment, fp8_recipe
 
 ROPE_MODES = ("stock", "exact")
 STORES = ("none", "host")
@@ -23,8 +15,6 @@ PREFETCH_MODES = ("auto", "on", "off")
 FP8_ATTENTION_MODES = ("off", "forward", "full")
 # Megatron's fp32 RoPE angles are off by an error that grows with the position (see attention/rotary.py).
 EXACT_ROPE_FROM = 128 * 1024
-# Parts of a layer of which UPipe keeps nothing for backward.
-RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe")
 
 
 @dataclass(frozen=True)
@@ -102,190 +92,6 @@ def keeps_attention(keep: int | None, model_layers: int, first: int, layers: int
     return index >= first + layers - here
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """One attribute that must not hold certain values under UPipe with P*R > 1."""
-
-    attribute: str
-    refused: Callable[[Any], Any]
-    flag: str
-    instead: str
-
-
-# Attributes that exist under the same name in Megatron's arguments and in its TransformerConfig.
-_MODEL = (
-    _Refusal("attention_dropout", bool, "--attention-dropout", "set it to 0"),
-    _Refusal("hidden_dropout", bool, "--hidden-dropout", "set it to 0"),
-    _Refusal("fp32_residual_connection", bool, "--fp32-residual-connection", "leave it out"),
-    _Refusal("multi_latent_attention", bool, "--multi-latent-attention", "leave it out"),
-    _Refusal("mtp_num_layers", bool, "--mtp-num-layers", "leave it out"),
-    _Refusal("window_size", lambda v: v is not None, "--window-size", "leave it out"),
-    _Refusal("softmax_type", lambda v: v != "vanilla", "--softmax-type", "use vanilla"),
-    _Refusal("hybrid_context_parallel", bool, "--hybrid-context-parallel", "leave it out"),
-    _Refusal("dynamic_context_parallel", bool, "--dynamic-context-parallel", "leave it out"),
-    _Refusal("experimental_attention_variant", bool, "--experimental-attention-variant", "leave it out"),
-    _Refusal("qk_clip", bool, "--qk-clip", "leave it out"),
-    _Refusal("log_max_attention_logit", bool, "--log-max-attention-logit", "leave it out"),
-    _Refusal("cp_comm_type", lambda v: v not in ("p2p", ["p2p"]), "--cp-comm-type", "leave it out, UPipe has its own"),
-    _Refusal("mrope_section", bool, "--mrope-section", "leave it out"),
-    _Refusal("cuda_graph_impl", lambda v: v != "none", "--cuda-graph-impl", "leave it out"),
-    _Refusal("delay_wgrad_compute", bool, "--delay-wgrad-compute", "leave it out"),
-    _Refusal("overlap_moe_expert_parallel_comm", bool, "--overlap-moe-expert-parallel-comm", "leave it out"),
-    _Refusal("fp4", bool, "--fp4-format", "use --fp8-format"),
-    _Refusal("fp8_param", bool, "--fp8-param-gather", "leave it out; UPipe quantises bf16 parameters"),
-    _Refusal("fp8_output_proj", bool, "--fp8-output-proj", "leave it out"),
-    _Refusal("fp8_dot_product_attention", bool, "fp8_dot_product_attention", "use --upipe-fp8-attention"),
-    _Refusal("fp8_multi_head_attention", bool, "fp8_multi_head_attention", "use --upipe-fp8-attention"),
-    _Refusal("cpu_offloading", bool, "--cpu-offloading-num-layers", "use --upipe-offload host"),
-    _Refusal(
-        "fine_grained_activation_offloading",
-        bool,
-        "--fine-grained-activation-offloading",
-        "use --upipe-offload host",
-    ),
-    _Refusal("mlp_chunks_for_training", lambda v: v > 1, "--mlp-chunks-for-training", "use --upipe-mlp-tile-tokens"),
-    _Refusal("moe_input_jitter_eps", bool, "--moe-input-jitter-eps", "leave it out"),
-    _Refusal("moe_router_force_load_balancing", bool, "--moe-router-force-load-balancing", "leave it out"),
-    _Refusal("fused_residual_rmsnorm", bool, "--fused-residual-rmsnorm", "leave it out"),
-    _Refusal(
-        "recompute_granularity",
-        lambda v: v == "full",
-        "--recompute-granularity",
-        "UPipe recomputes by itself; use --upipe-keep-attention 0 to keep layer inputs only",
-    ),
-)
-
-# Attributes of Megatron's arguments only.
-_TRAINING = (
-    _Refusal(
-        "position_embedding_type",
-        lambda v: v not in ("rope", "yarn", "none"),
-        "--position-embedding-type",
-        "use rope, yarn or none",
-    ),
-    _Refusal("sft", bool, "--sft", "leave it out"),
-    _Refusal("dataloader_inter_document_masking", bool, "--dataloader-inter-document-masking", "leave it out"),
-    _Refusal("reset_attention_mask", bool, "--reset-attention-mask", "leave it out"),
-    _Refusal("reset_position_ids", bool, "--reset-position-ids", "leave it out"),
-    _Refusal(
-        "megatron_fsdp_enable_fine_grained_param_gather",
-        bool,
-        "--megatron-fsdp-enable-fine-grained-param-gather",
-        "leave it out",
-    ),
-    _Refusal("fp8_param_gather", bool, "--fp8-param-gather", "leave it out; UPipe quantises bf16 parameters"),
-    _Refusal("use_torch_fsdp2", bool, "--use-torch-fsdp2", "use --use-megatron-fsdp or --use-distributed-optimizer"),
-)
-
-
-def check_model(config: Any, training: bool = False) -> None:
-    """Raises UPipeError for unsupported settings of ``config``: a TransformerConfig, or arguments with ``training``.
-
-    To be called only when P*R > 1: with one context-parallel rank the stock attention runs.
-    """
-    for rule in _MODEL + (_TRAINING if training else ()):
-        value = getattr(config, rule.attribute, None)
-        if value is not None and rule.refused(value):
-            shown = rule.flag if value is True else f"{rule.flag} {_shown(value)}"
-            raise UPipeError(f"{shown} is not supported by UPipe with context parallelism; {rule.instead}")
-    if getattr(config, "recompute_granularity", None) == "selective":
-        modules = getattr(config, "recompute_modules", None) or ["core_attn"]  # Megatron's default
-        useless = [module for module in modules if module in RECOMPUTED]
-        if useless:
-            raise UPipeError(
-                f"--recompute-modules {' '.join(useless)} (core_attn is the default) does nothing under UPipe, which "
-                "recomputes by itself; leave --recompute-granularity out, or see --upipe-keep-attention"
-            )
-    check_fp8(config)
-
-
-def check_fp8(config: Any) -> None:
-    """Raises UPipeError unless FP8 can be had for the model of ``config``, as in ``check_model``."""
-    recipe = fp8_recipe(config)
-    if recipe is None:
-        return
-    if getattr(config, "fp8_wgrad", True) is False:
-        raise UPipeError("--no-fp8-wgrad is for --fp8-recipe delayed, which UPipe does not support; leave it out")
-    experts = getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)
-    if experts and config.transformer_impl != "transformer_engine":
-        raise UPipeError(
-            f"--fp8-format with {experts} experts needs --transformer-impl transformer_engine, whose linears they are"
-        )
-
-
-def check_fp8_sizes(
-    recipe: Fp8Recipe,
-    *,
-    hidden: int,
-    ffn: int | None,
-    head_dim: int,
-    query_heads: int,
-    kv_heads: int,
-    ulysses_size: int,
-    heads_per_stage: int | None,
-) -> None:
-    """Raises UPipeError unless all products have sizes that the recipe takes. Heads and ``ffn`` of this rank."""
-    schedule = head_schedule(query_heads, kv_heads, ulysses_size, heads_per_stage)
-    kv = 2 * schedule.kv_per_rank * (schedule.ulysses_size // schedule.copies) * head_dim
-    sizes = {
-        "--hidden-size": hidden,
-        f"a stage's queries (--upipe-heads-per-stage {schedule.heads_per_stage} x --kv-channels {head_dim})": (
-            schedule.heads_per_stage * head_dim
-        ),
-        "a stage's keys and values": kv,
-        "the query heads of a tensor-parallel rank": query_heads * head_dim,
-    }
-    if ffn is not None:
-        sizes["--ffn-hidden-size / --tensor-model-parallel-size"] = ffn
-    check_alignment(recipe, sizes)
-
-
-def check_parallelism(
-    *,
-    query_heads: int,
-    kv_heads: int,
-    tensor_parallel_size: int,
-    context_parallel_size: int,
-    hierarchical_sizes: list[int] | None,
-    heads_per_stage: int | None,
-    sequence_length: int | None,
-    sequence_parallel: bool,
-) -> None:
-    """Raises UPipeError unless heads (of the whole model), groups and sequence length fit together."""
-    if query_heads % kv_heads:
-        nearest = _nearest_divisor(kv_heads, query_heads)
-        raise UPipeError(
-            f"--num-query-groups {kv_heads} does not divide {query_heads} query heads; the nearest divisor is {nearest}"
-        )
-    if kv_heads % tensor_parallel_size:
-        nearest = _nearest_divisor(tensor_parallel_size, kv_heads)
-        raise UPipeError(
-            f"--tensor-model-parallel-size {tensor_parallel_size} does not divide {kv_heads} KV heads "
-            f"(--num-query-groups); the nearest that does is {nearest}"
-        )
-    if hierarchical_sizes:
-        check_sizes(hierarchical_sizes, context_parallel_size)
-    layout = SequenceLayout(*(hierarchical_sizes or (context_parallel_size, 1)))
-    heads = query_heads // tensor_parallel_size, kv_heads // tensor_parallel_size
-    fitting = [p for p in fitting_ulysses_sizes(*heads) if context_parallel_size % p == 0]
-    if layout.ulysses_size not in fitting:
-        nearest = min(fitting, key=lambda p: (abs(p - layout.ulysses_size), p))
-        raise UPipeError(
-            f"--context-parallel-size {context_parallel_size} with P = {layout.ulysses_size} (Ulysses) does not fit "
-            f"{heads[0]} query heads and {heads[1]} KV heads on a tensor-parallel rank; the nearest that does is "
-            f"--hierarchical-context-parallel-sizes {nearest} {context_parallel_size // nearest}"
-        )
-    head_schedule(*heads, layout.ulysses_size, heads_per_stage)
-    unit = 2 * layout.size * (tensor_parallel_size if sequence_parallel else 1)
-    if sequence_length is not None and sequence_length % unit:
-        below, above = sequence_length // unit * unit, (sequence_length // unit + 1) * unit
-        nearest = below if below and sequence_length - below <= above - sequence_length else above
-        raise UPipeError(
-            f"--seq-length {sequence_length} is not a multiple of {unit} (2 x P x R"
-            f"{' x tensor-parallel size' if sequence_parallel else ''}); the nearest multiple is {nearest}"
-        )
-
-
 def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UPipeError(f"{flag} {value} does not exist; choose {' or '.join(choices)}")
@@ -299,11 +105,3 @@ def _check_least(flag: str, value: int | None, least: int) -> None:
 def _ordinal(number: int) -> str:
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
-
-
-def _nearest_divisor(value: int, of: int) -> int:
-    return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - value), d))
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

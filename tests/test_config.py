@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_upipe import config
-from megatron_upipe.config import RotarySettings, UPipeConfig, check_model, check_parallelism, keeps_attention
+from megatron_upipe import checks
+from megatron_upipe.checks import check_model, check_parallelism
+from megatron_upipe.config import RotarySettings, UPipeConfig, keeps_attention
 from megatron_upipe.errors import UPipeError
 
 GOOD = dict(
@@ -83,7 +84,7 @@ def test_takes_what_is_legal():
 
 def test_every_rule_is_tried():
     tried = {attribute for attribute, _, _ in BAD}
-    untried = {rule.attribute for rule in config._MODEL + config._TRAINING} - tried
+    untried = {rule.attribute for rule in checks._MODEL + checks._TRAINING} - tried
     for attribute in untried:  # switches that are only on or off
         with pytest.raises(UPipeError, match=attribute.replace("_", ".")[:6]):
             check_model(settings(**{attribute: True}), training=True)

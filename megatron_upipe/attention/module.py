@@ -25,7 +25,8 @@ from megatron_upipe.attention.linears import UPipeColumnParallelLinear, given, p
 from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, Elementwise
 from megatron_upipe.attention.rotary import exact_angles
 from megatron_upipe.attention.schedule import head_schedule
-from megatron_upipe.config import UPipeConfig, check_fp8_sizes, check_model, check_parallelism
+from megatron_upipe.checks import check_fp8_sizes, check_model, check_parallelism
+from megatron_upipe.config import UPipeConfig
 from megatron_upipe.context.groups import ContextGroups, context_groups
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.kernels.select import AUTO, fp8_kernel, passed_over, select_kernel

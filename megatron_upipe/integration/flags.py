@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 from megatron_upipe.config import FP8_ATTENTION_MODES, PREFETCH_MODES, ROPE_MODES, STORES
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
+from megatron_upipe.integration.argument_checks import check_upipe
 from megatron_upipe.integration.symbols import Replacement
-from megatron_upipe.integration.upipe_spec import SPEC, check_upipe, wants_upipe
+from megatron_upipe.integration.upipe_spec import SPEC, wants_upipe
 from megatron_upipe.kernels.select import AUTO, KERNELS
 
 # Megatron's defaults need a GPU; on the CPU stand-in these take their place. Flags given by the user still win.

@@ -1,4 +1,4 @@
-"""UPipe in Megatron's training loop: settings from flags, checks before anything is built, no silent stock model."""
+"""UPipe in Megatron's training loop: settings from flags, no silent stock model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,10 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
-
-from megatron_upipe.config import (
-    EXACT_ROPE_FROM,
-    RotarySettings,
-    UPipeConfig,
-    check_fp8_sizes,
-    check_model,
-    check_parallelism,
-)
+from megatron_upipe.config import EXACT_ROPE_FROM, RotarySettings, UPipeConfig
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.integration import cpu
 from megatron_upipe.integration.host_memory import check_host_memory
 from megatron_upipe.integration.symbols import Replacement
-from megatron_upipe.kernels.select import select_kernel
-from megatron_upipe.precision.recipes import check_alignment, fp8_recipe
 
 SPEC = "megatron_upipe.layer_specs"
 
@@ -78,125 +66,10 @@ def _has_upipe(spec: Any) -> bool:
     return False
 
 
-def check_upipe(args: Namespace) -> None:
-    """Refuses what UPipe cannot do, naming the flag; switches the data loader's attention mask off.
-
-    To be called on parsed arguments before Megatron validates them. Raises UPipeError.
-    """
-    if not wants_upipe(args):
-        for attribute, flag in UPIPE_FLAGS.items():
-            if getattr(args, attribute) is not None:
-                raise UPipeError(f"{flag} does nothing without the spec; add --spec {SPEC} upipe_layer_spec")
-        return
-    if args.heterogeneous_layers_config_path is not None:
-        raise UPipeError(
-            "--heterogeneous-layers-config-path chooses the layers itself and would bypass --spec; leave one out"
-        )
-    if args.num_attention_heads is None:  # Megatron says what is missing
-        return
-    check_parallelism(
-        query_heads=args.num_attention_heads,
-        kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        tensor_parallel_size=args.tensor_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        hierarchical_sizes=args.hierarchical_context_parallel_sizes,
-        heads_per_stage=args.upipe_heads_per_stage,
-        sequence_length=args.seq_length,
-        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
-    )
-    if args.use_rotary_position_embeddings:  # Megatron's older way to say it
-        args.position_embedding_type = "rope"
-    _check_memory_flags(args)
-    if args.upipe_fp8_attention not in (None, "off") and not args.fp8:
-        raise UPipeError(
-            f"--upipe-fp8-attention {args.upipe_fp8_attention} is for layers in FP8; add --fp8-format hybrid"
-        )
-    if args.context_parallel_size == 1:
-        return
-    if args.recompute_activations:
-        args.recompute_granularity = "selective"
-    check_model(args, training=True)
-    _check_fp8(args)
-    _check_backend(args)
-    if args.eod_mask_loss and not args.calculate_per_token_loss:
-        _say(
-            "with --eod-mask-loss each context-parallel rank divides by its own number of tokens, in Megatron itself; "
-            "add --calculate-per-token-loss for the losses of one rank"
-        )
-    if args.create_attention_mask_in_dataloader:
-        args.create_attention_mask_in_dataloader = False
-        _say("--no-create-attention-mask-in-dataloader set; UPipe masks by itself")
-
-
-def _check_backend(args: Namespace) -> None:
-    """A backend that is asked for must serve the model; ``auto`` finds one."""
-    if args.upipe_attention_backend is None:
-        return
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
-    device = torch.device("cpu" if cpu.is_installed() else "cuda")
-    select_kernel(device, dtype, head_dim, args.upipe_attention_backend)
-
-
-def _check_fp8(args: Namespace) -> None:
-    """Sizes that the recipe takes, with the number of tokens, which the layers do not know before the first call."""
-    recipe = fp8_recipe(args)
-    if recipe is None:
-        return
-    tp, p = args.tensor_model_parallel_size, (args.hierarchical_context_parallel_sizes or [args.context_parallel_size])
-    heads = args.num_attention_heads
-    check_fp8_sizes(
-        recipe,
-        hidden=args.hidden_size,
-        ffn=None if args.num_experts or not args.ffn_hidden_size else args.ffn_hidden_size // tp,
-        head_dim=args.kv_channels or args.hidden_size // heads,
-        query_heads=heads // tp,
-        kv_heads=(args.num_query_groups if args.group_query_attention else heads) // tp,
-        ulysses_size=p[0],
-        heads_per_stage=args.upipe_heads_per_stage,
-    )
-    tokens = args.seq_length // args.context_parallel_size * args.micro_batch_size
-    what = "the tokens of a rank (--seq-length x --micro-batch-size / --context-parallel-size)"
-    check_alignment(recipe, {what: tokens})
-
-
-def _check_memory_flags(args: Namespace) -> None:
-    for name in LAYER_FLAGS:
-        if args.context_parallel_size == 1 and getattr(args, name) is not None:
-            raise UPipeError(
-                f"{UPIPE_FLAGS[name]} does nothing with --context-parallel-size 1, where Megatron's own layers run; "
-                "leave it out"
-            )
-    upipe_config(args)  # checks each value by itself
-    keep, layers = keep_attention(args), args.num_layers
-    if keep is not None and layers is not None and keep > layers:
-        raise UPipeError(
-            f"--upipe-keep-attention {keep} is more than the {layers} layers; the most is {layers} (or all)"
-        )
-    if layers is not None and (args.upipe_checkpoint_every or 1) > layers:
-        raise UPipeError(
-            f"--upipe-checkpoint-every {args.upipe_checkpoint_every} is more than the {layers} layers; the most is "
-            f"{layers}"
-        )
-    if (args.upipe_checkpoint_every or 1) > 1 and args.use_megatron_fsdp:
-        raise UPipeError(
-            f"--upipe-checkpoint-every {args.upipe_checkpoint_every} does not work with --use-megatron-fsdp, which "
-            "gathers a layer's parameters only while that layer runs; use 1"
-        )
-    if args.upipe_prefetch is not None and args.upipe_offload != "host":
-        raise UPipeError(f"--upipe-prefetch {args.upipe_prefetch} does nothing without --upipe-offload host; add that")
-    if not loss_tile_tokens(args):
-        return
-    if args.cross_entropy_loss_fusion:
-        raise UPipeError(
-            f"--cross-entropy-loss-fusion does nothing with --upipe-loss-tile-tokens {loss_tile_tokens(args)}, which "
-            "never makes all logits; leave one out"
-        )
-    if args.defer_embedding_wgrad_compute:
-        raise UPipeError(
-            "--defer-embedding-wgrad-compute does not work with the tiled loss; leave it out, or add "
-            "--upipe-loss-tile-tokens 0"
-        )
+def say(sentence: str) -> None:
+    """Prints on rank 0."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"megatron_upipe: {sentence}", flush=True)
 
 
 def keep_attention(args: Namespace) -> int | None:
@@ -216,11 +89,6 @@ def loss_tile_tokens(args: Namespace) -> int:
         return args.upipe_loss_tile_tokens
     stock = args.context_parallel_size == 1 or args.cross_entropy_loss_fusion or args.defer_embedding_wgrad_compute
     return 0 if stock else UPipeConfig.loss_tile_tokens
-
-
-def _say(sentence: str) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"megatron_upipe: {sentence}", flush=True)
 
 
 def upipe_config(args: Namespace) -> UPipeConfig:
@@ -300,7 +168,7 @@ def _checked(original: Callable) -> Callable:
             if settings.upipe_offload == "host":
                 check_host_memory(settings, result[0])
             if settings.context_parallel_size > 1:
-                _say(f"{upipe_config(settings).describe()}")
+                say(f"{upipe_config(settings).describe()}")
         return result
 
     return setup_model_and_optimizer

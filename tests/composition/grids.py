@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from megatron_upipe.attention.schedule import legal_heads_per_stage
-from megatron_upipe.config import check_parallelism
+from megatron_upipe.checks import check_parallelism
 from megatron_upipe.errors import UPipeError
 
 WORLD = 8

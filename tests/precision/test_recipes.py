@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_upipe.config import check_fp8, check_fp8_sizes, check_model
+from megatron_upipe.checks import check_fp8, check_fp8_sizes, check_model
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.precision.plain import PLAIN
 from megatron_upipe.precision.recipes import ALIGNMENT, Fp8Recipe, check_alignment, fp8_recipe, layer_recipe
