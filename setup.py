@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 VERSION = "0.1.0"
 
 EXTRAS = {
-    "te": ["transformer-engine[pytorch]>=2.15"],
+    "te": ["transformer-engine[pytorch]>=2.20"],
     "flash": ["flash-attn>=2.7"],
     "plot": ["matplotlib>=3.8"],
     "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6"],

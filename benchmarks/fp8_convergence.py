@@ -41,7 +41,11 @@ VARIANTS = {
     "blockwise": {**FP8, "--fp8-recipe": "blockwise"},
     "mxfp8": {**FP8, "--fp8-recipe": "mxfp8"},
     "tensorwise, attention forward": {**FP8, "--fp8-recipe": "tensorwise", "--upipe-fp8-attention": "forward"},
-    "mxfp8, attention full": {**FP8, "--fp8-recipe": "mxfp8", "--upipe-fp8-attention": "full"},
+    # one stage: a rank's KV heads have to be 128 wide together
+    "mxfp8, attention full": {
+        **FP8,
+        **{"--fp8-recipe": "mxfp8", "--upipe-fp8-attention": "full", "--upipe-heads-per-stage": 8},
+    },
 }
 LAST = 50  # iterations that the gap is the mean of
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_upipe.attention.input import AttentionInput
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.kernels.reference import ReferenceKernel
@@ -52,15 +53,17 @@ def products(check: Any, precision: Precision) -> None:
     weight, tokens = Weight(w, precision), precision.tokens(x, True, False)
     parts: list[Callable[[Tensor], Tensor]] = [lambda t, i=i: t[i * 256 : (i + 1) * 256] for i in range(4)]
     pieces = torch.cat([precision.product(tokens, weight.rows(part)) for part in parts], 1)
-    again = precision.product(precision.tokens(x, True, True), Weight(w, precision).rows())
+    # x as a layer reads it, normed in tiles: in forward, and in backward with what weight gradients need
+    reads = [AttentionInput(x.unsqueeze(1), precision, lambda t: t * 1.5, 128, backward) for backward in (False, True)]
+    first, again = (read.project(Weight(w, precision).rows(*parts[2:]), None) for read in reads)
     total = torch.zeros(1024, 384, dtype=torch.float32, device=x.device)
     summed = precision.weight_gradient(precision.gradient(dy), precision.tokens(x, False, True), torch.float32, total)
     check.row(
         "fp8 pieces",
         name,
-        _error(pieces, found["y"].double()) < FROM_TWIN and torch.equal(again, found["y"]),
+        _error(pieces, found["y"].double()) < FROM_TWIN and torch.equal(first, again),
         pieces_equal_bits=str(torch.equal(pieces, found["y"])),
-        backward_repeats_forward=str(torch.equal(again, found["y"])),
+        backward_repeats_forward=str(torch.equal(first, again)),
         sum_into_total=_error(summed, found["dw"].double()),
     )
 
@@ -95,17 +98,17 @@ def attention(check: Any, mode: str) -> None:
         check.row("passed over", name, None, reason=str(error))
         return
     tokens = max(check.sizes["tokens"] // 128 * 128, 128)
-    q, k, v, dout = (check.random(2, n, tokens, d) for n in (4, 2, 2, 4))
-    for causal in (True, False):
+    for causal, heads, kv_heads, width in ((True, 4, 4, d), (False, 4, 4, d), (True, 1, 1, 128), (True, 4, 2, 64)):
+        q, k, v, dout = (check.random(2, n, tokens, width) for n in (heads, kv_heads, kv_heads, heads))
         wanted = _attended(ReferenceKernel(), *(t.double() for t in (q, k, v, dout)), causal)
         found = _attended(kernel, q, k, v, dout, causal)
         errors = {key: _error(found[key], wanted[key]) for key in ("out", "dq", "dk", "dv")}
-        check.row("fp8 errors", name, max(errors.values()) < ATTENTION_ERROR, causal=str(causal), **errors)
+        what = f"{heads}/{kv_heads} x {width}{' causal' if causal else ''}"
+        check.row("fp8 errors", name, max(errors.values()) < ATTENTION_ERROR, heads=what, **errors)
     for tokens in check.sizes["speed"][:1]:
         if check.late():
             return
-        q, dout = (check.random(1, 1, tokens, d) for _ in range(2))
-        k, v = (check.random(1, 1, tokens, d) for _ in range(2))
+        q, k, v, dout = (check.random(1, 128 // d or 1, tokens, d) for _ in range(4))
         seconds: dict[str, list[float]] = {"base": [], "fp8": []}
         for index in range(4):
             for key, which in (("base", base), ("fp8", kernel)):

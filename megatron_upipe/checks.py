@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_upipe.attention.schedule import fitting_ulysses_sizes, head_schedule
+from megatron_upipe.attention.schedule import HeadSchedule, fitting_ulysses_sizes, head_schedule
 from megatron_upipe.context.groups import check_sizes
 from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.precision.recipes import Fp8Recipe, check_alignment, fp8_recipe
 
+# Tokens of a block in cuDNN's FP8 attention; numbers of a token in TransformerEngine's MXFP8 tensors
+FP8_ATTENTION_TOKENS = FP8_ATTENTION_WIDTH = 128
 # Parts of a layer of which UPipe keeps nothing for backward.
 RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe")
 
@@ -131,31 +133,40 @@ def check_fp8(config: Any) -> None:
         )
 
 
-def check_fp8_sizes(
-    recipe: Fp8Recipe,
-    *,
-    hidden: int,
-    ffn: int | None,
-    head_dim: int,
-    query_heads: int,
-    kv_heads: int,
-    ulysses_size: int,
-    heads_per_stage: int | None,
-) -> None:
-    """Raises UPipeError unless all products have sizes that the recipe takes. Heads and ``ffn`` of this rank."""
-    schedule = head_schedule(query_heads, kv_heads, ulysses_size, heads_per_stage)
-    kv = 2 * schedule.kv_per_rank * (schedule.ulysses_size // schedule.copies) * head_dim
+def check_fp8_sizes(recipe: Fp8Recipe, schedule: HeadSchedule, *, hidden: int, ffn: int | None, head_dim: int) -> None:
+    """Raises UPipeError unless all products have sizes that the recipe takes. ``ffn`` of a rank, None for experts."""
+    kv_heads = schedule.kv_per_rank * schedule.ulysses_size // schedule.copies
     sizes = {
         "--hidden-size": hidden,
         f"a stage's queries (--upipe-heads-per-stage {schedule.heads_per_stage} x --kv-channels {head_dim})": (
             schedule.heads_per_stage * head_dim
         ),
-        "a stage's keys and values": kv,
-        "the query heads of a tensor-parallel rank": query_heads * head_dim,
+        f"a stage's keys and values (2 x {kv_heads} x --kv-channels {head_dim})": 2 * kv_heads * head_dim,
+        "the query heads of a tensor-parallel rank": schedule.query_heads * head_dim,
     }
     if ffn is not None:
         sizes["--ffn-hidden-size / --tensor-model-parallel-size"] = ffn
     check_alignment(recipe, sizes)
+
+
+def check_fp8_attention(mode: str, schedule: HeadSchedule, *, tokens: int, ring_size: int, head_dim: int) -> None:
+    """Raises UPipeError unless FP8 kernels take blocks of ``tokens`` = L tokens, with a ring also halves of them, and a
+    rank's heads of a stage. On every device alike, so that a CPU says what a GPU would."""
+    if mode == "off":
+        return
+    unit = FP8_ATTENTION_TOKENS * (2 if ring_size > 1 else 1)
+    if tokens % unit:
+        raise UPipeError(
+            f"--upipe-fp8-attention {mode} needs multiples of {unit} tokens on a ring rank (--seq-length / R), not "
+            f"{tokens}; the nearest is {max(1, round(tokens / unit)) * unit}"
+        )
+    for what, heads in (("query", schedule.heads_per_rank), ("KV", schedule.kv_per_rank)):
+        if mode == "full" and heads * head_dim % FP8_ATTENTION_WIDTH:
+            raise UPipeError(
+                f"--upipe-fp8-attention full needs multiples of {FP8_ATTENTION_WIDTH} numbers in a rank's {what} heads "
+                f"of a stage, not {heads} x {head_dim}; raise --upipe-heads-per-stage {schedule.heads_per_stage}, or "
+                "use off"
+            )
 
 
 def check_parallelism(

@@ -80,7 +80,7 @@ class UPipeAttentionFunction(torch.autograd.Function):
         _, _, needs_x, needs_qkv, needs_bias, needs_proj, *needs_parameters = ctx.needs_input_grad
         gradients = attention_backward(
             call.gather(dy),
-            AttentionInput(call.gather(x), call.plan.precision, backward=True),
+            AttentionInput(call.gather(x), call.plan.precision, backward=needs_qkv),
             DeviceAttention(out, tuple(lse), call.plan.schedule),
             call.weights(),
             call.elementwise,

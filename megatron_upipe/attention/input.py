@@ -13,7 +13,7 @@ from megatron_upipe.precision.protocol import Operand, Precision
 
 
 class AttentionInput:
-    """Tokens [s, b, hidden] of one pass, forward or ``backward``.
+    """Tokens [s, b, hidden] of one pass; ``backward``: of one that wants the gradient of the weight as well.
 
     With ``norm`` (row by row, [t, b, hidden] -> the same) every reader norms ``tile`` tokens at a time, so that the
     normed tensor never exists as a whole. A precision that quantises does so once: its operands stay for the pass.

@@ -25,7 +25,7 @@ from megatron_upipe.attention.linears import UPipeColumnParallelLinear, given, p
 from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, Elementwise
 from megatron_upipe.attention.rotary import exact_angles
 from megatron_upipe.attention.schedule import head_schedule
-from megatron_upipe.checks import check_fp8_sizes, check_model, check_parallelism
+from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_model, check_parallelism
 from megatron_upipe.config import UPipeConfig
 from megatron_upipe.context.groups import ContextGroups, context_groups
 from megatron_upipe.errors import UPipeError
@@ -93,13 +93,19 @@ class UPipeSelfAttention(SelfAttention):
         )
         self.groups = groups
         self.recipe = layer_recipe(config, layer_number) if self.context_parallel else None
-        if self.recipe is not None:
-            self._check_fp8_sizes()
         self.shards = self.world_size if config.sequence_parallel else 1
         self._announced = False
         self._kernel_inputs: tuple | None = None  # what the plan's kernel was chosen for
         if self.context_parallel:
             self.plan = self._make_plan(groups)
+        if self.recipe is not None:
+            check_fp8_sizes(
+                self.recipe,
+                self.plan.schedule,
+                hidden=config.hidden_size,
+                ffn=None if config.num_moe_experts else config.ffn_hidden_size // self.world_size,
+                head_dim=self.hidden_size_per_attention_head,
+            )
 
     def describe(self) -> str:
         """The active plan in one line; the kernel is that of the last call."""
@@ -153,8 +159,7 @@ class UPipeSelfAttention(SelfAttention):
         """What computes attention of these tokens, [s/TP or s, b, hidden]; not collective."""
         self._use_kernel_for(hidden_states)
         if self.recipe is not None:
-            tokens = hidden_states.shape[0] * hidden_states.shape[1] * self.shards
-            check_alignment(self.recipe, {"the tokens of a rank": tokens})
+            self._check_fp8_tokens(hidden_states.shape[0] * self.shards, hidden_states.shape[1])
         sequence_parallel = self.shards > 1
         return AttentionCall(
             plan=self.plan,
@@ -165,17 +170,15 @@ class UPipeSelfAttention(SelfAttention):
             tensor_parallel_size=self.world_size,
         )
 
-    def _check_fp8_sizes(self) -> None:
-        config = self.config
-        check_fp8_sizes(
-            self.recipe,
-            hidden=config.hidden_size,
-            ffn=None if config.num_moe_experts else config.ffn_hidden_size // self.world_size,
+    def _check_fp8_tokens(self, tokens: int, micro_batch: int) -> None:
+        check_alignment(self.recipe, {"the tokens of a rank": tokens * micro_batch})
+        layout = self.groups.layout
+        check_fp8_attention(
+            self.upipe.fp8_attention,
+            self.plan.schedule,
+            tokens=tokens * layout.ulysses_size,
+            ring_size=layout.ring_size,
             head_dim=self.hidden_size_per_attention_head,
-            query_heads=self.num_attention_heads_per_partition,
-            kv_heads=self.num_query_groups_per_partition,
-            ulysses_size=self.groups.layout.ulysses_size,
-            heads_per_stage=self.upipe.heads_per_stage,
         )
 
     def _make_plan(self, groups: ContextGroups) -> AttentionPlan:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 
 import torch
 
-from megatron_upipe.checks import check_fp8_sizes, check_model, check_parallelism
+from megatron_upipe.attention.schedule import head_schedule
+from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_model, check_parallelism
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
 from megatron_upipe.integration.upipe_spec import (
@@ -19,8 +21,9 @@ from megatron_upipe.integration.upipe_spec import (
     upipe_config,
     wants_upipe,
 )
-from megatron_upipe.kernels.select import select_kernel
+from megatron_upipe.kernels.select import AUTO, fp8_kernel, select_kernel
 from megatron_upipe.precision.recipes import check_alignment, fp8_recipe
+from megatron_upipe.precision.select import select_precision
 
 
 def check_upipe(args: Namespace) -> None:
@@ -75,34 +78,43 @@ def check_upipe(args: Namespace) -> None:
 
 def _check_backend(args: Namespace) -> None:
     """A backend that is asked for must serve the model; ``auto`` finds one."""
-    if args.upipe_attention_backend is None:
-        return
+    if args.upipe_attention_backend is not None:
+        select_kernel(*_inputs(args), args.upipe_attention_backend)
+
+
+def _inputs(args: Namespace) -> tuple[torch.device, torch.dtype, int]:
+    """What attention kernels will be given: device, dtype, head size."""
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
-    device = torch.device("cpu" if cpu.is_installed() else "cuda")
-    select_kernel(device, dtype, head_dim, args.upipe_attention_backend)
+    device = torch.device("cpu") if cpu.is_installed() else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device, dtype, args.kv_channels or args.hidden_size // args.num_attention_heads
 
 
 def _check_fp8(args: Namespace) -> None:
-    """Sizes that the recipe takes, with the number of tokens, which the layers do not know before the first call."""
+    """The GPU, TransformerEngine and all sizes; layers do not know the number of tokens before the first call."""
     recipe = fp8_recipe(args)
-    if recipe is None:
-        return
-    tp, p = args.tensor_model_parallel_size, (args.hierarchical_context_parallel_sizes or [args.context_parallel_size])
+    if recipe is None or None in (args.hidden_size, args.seq_length, args.micro_batch_size):
+        return  # Megatron says what is missing
+    tp = args.tensor_model_parallel_size
+    p, r = args.hierarchical_context_parallel_sizes or (args.context_parallel_size, 1)
     heads = args.num_attention_heads
+    kv_heads = args.num_query_groups if args.group_query_attention else heads
+    schedule = head_schedule(heads // tp, kv_heads // tp, p, args.upipe_heads_per_stage)
+    device, dtype, head_dim = _inputs(args)
     check_fp8_sizes(
         recipe,
+        schedule,
         hidden=args.hidden_size,
         ffn=None if args.num_experts or not args.ffn_hidden_size else args.ffn_hidden_size // tp,
-        head_dim=args.kv_channels or args.hidden_size // heads,
-        query_heads=heads // tp,
-        kv_heads=(args.num_query_groups if args.group_query_attention else heads) // tp,
-        ulysses_size=p[0],
-        heads_per_stage=args.upipe_heads_per_stage,
+        head_dim=head_dim,
     )
-    tokens = args.seq_length // args.context_parallel_size * args.micro_batch_size
     what = "the tokens of a rank (--seq-length x --micro-batch-size / --context-parallel-size)"
-    check_alignment(recipe, {what: tokens})
+    check_alignment(recipe, {what: args.seq_length // args.context_parallel_size * args.micro_batch_size})
+    mode = args.upipe_fp8_attention or "off"
+    check_fp8_attention(mode, schedule, tokens=args.seq_length // r, ring_size=r, head_dim=head_dim)
+    select_precision(recipe, device, dtype)
+    if mode != "off":
+        base = select_kernel(device, dtype, head_dim, args.upipe_attention_backend or AUTO)
+        fp8_kernel(mode, base, device, dtype, head_dim)
 
 
 def _check_memory_flags(args: Namespace) -> None:

@@ -180,6 +180,15 @@ def check_flags(args: argparse.Namespace) -> None:
     """Refuses, before anything is built, flags that cannot be honoured. Raises UPipeError."""
     _check_spec(args)
     _check_metrics(args.upipe_metrics)
+    if (
+        cpu.is_installed()
+        and args.fp8
+        and not (wants_upipe(args) and args.context_parallel_size > 1 and not args.num_experts)
+    ):
+        raise UPipeError(
+            f"--fp8-format {args.fp8} needs TransformerEngine and a GPU here; on a CPU UPipe's own layers have a twin "
+            "of it in plain torch, with --context-parallel-size above 1 and without experts"
+        )
     check_upipe(args)
     if not cpu.is_installed():
         return
@@ -193,11 +202,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UPipeError("--recompute-modules layernorm needs TransformerEngine; leave layernorm out on a CPU")
     if args.expert_model_parallel_size > 1 and args.moe_token_dispatcher_type == "alltoall":
         raise UPipeError("--moe-token-dispatcher-type alltoall needs a GPU; on a CPU use allgather")
-    if args.fp8 and (not wants_upipe(args) or args.num_experts):
-        raise UPipeError(
-            f"--fp8-format {args.fp8} needs TransformerEngine and a GPU here; on a CPU UPipe's own layers have a twin "
-            "of it in plain torch, with --context-parallel-size above 1 and without experts"
-        )
     if args.context_parallel_size > 1 and not wants_upipe(args):
         raise UPipeError(
             f"--context-parallel-size {args.context_parallel_size} with Megatron's own attention needs a GPU "

@@ -8,6 +8,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from megatron_upipe.precision.te_package import BROKEN
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -36,7 +38,7 @@ def imported(module: str, *names: str) -> list[Callable] | str:
     """Functions of an optional package, or why they cannot be had."""
     try:
         found = import_module(module)
-    except ImportError as error:
+    except BROKEN as error:
         return f"{module} cannot be imported ({error})"
     missing = [name for name in names if not hasattr(found, name)]
     return f"{module} has no {missing[0]}" if missing else [getattr(found, name) for name in names]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_upipe.kernels.conventions import fp32_dq_bytes, refuses_on_gpu, tokens_first
 from megatron_upipe.kernels.protocol import Kernel
-from megatron_upipe.kernels.te_fused import contiguous, fused_backward, fused_forward, refuses_package
+from megatron_upipe.kernels.te_fused import contiguous, fused_backward, fused_forward
+from megatron_upipe.precision.te_package import refuses_te
 
 SOFTMAX_SCALE = 256.0  # of weights up to 1; a power of two
 OUT_LARGEST = 400.0  # below E4M3's 448: rounded weights may add up to a little more than 1
@@ -30,7 +31,7 @@ class TransformerEngineFp8Forward:
     name: str = "transformer-engine-fp8"
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        return refuses_package() or refuses_on_gpu(device, dtype, head_dim, range(9, 10), most=256, multiple=16)
+        return refuses_te() or refuses_on_gpu(device, dtype, head_dim, range(9, 10), most=256, multiple=16)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         tensors = import_module("transformer_engine.pytorch.tensor.float8_tensor")
@@ -65,13 +66,13 @@ class TransformerEngineFp8Forward:
 @dataclass(frozen=True)
 class TransformerEngineMxfp8:
     """See ``protocol.Kernel``. Blocks of V and of the gradients span 32 tokens: under a causal mask scales carry a
-    little of later tokens (TransformerEngine issue 3248). Tokens must be multiples of 128, head sizes of 32."""
+    little of later tokens (TransformerEngine issue 3248). For sizes see ``checks.check_fp8_attention``."""
 
     name: str = "transformer-engine-mxfp8"
     deterministic: bool = False
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        return refuses_package() or refuses_on_gpu(device, dtype, head_dim, range(10, 12), most=128, multiple=32)
+        return refuses_te() or refuses_on_gpu(device, dtype, head_dim, range(10, 12), most=128, multiple=32)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = contiguous(q, k, v)

@@ -1,11 +1,10 @@
 """TransformerEngine's fused attention (cuDNN): bf16 and fp16 on compute capability 9 and later, GQA.
 
-Source: ``transformer_engine/pytorch/cpp_extensions/fused_attn.py``, 2.15 to 2.20. Not run on a GPU so far.
+Source: ``transformer_engine/pytorch/cpp_extensions/fused_attn.py``, 2.20. Not run on a GPU so far.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,20 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_upipe.kernels.conventions import fp32_dq_bytes, imported, refuses_on_gpu, tokens_first
+from megatron_upipe.precision.te_package import refuses_te
 
 MODULE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
 FUNCTIONS = ("fused_attn_fwd", "fused_attn_bwd", "FusedAttnBackend")
-INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.15'"
-_NEEDED = ("do_scale_inv_format", "bottom_right_diagonal")  # of fused_attn_bwd, since 2.15
-
-
-def refuses_package() -> str | None:
-    """Why the installed TransformerEngine cannot be used."""
-    found = imported(MODULE, *FUNCTIONS)
-    if isinstance(found, str):
-        return f"{found}; {INSTALL}"
-    missing = [name for name in _NEEDED if name not in inspect.signature(found[1]).parameters]
-    return f"fused_attn_bwd has no argument {missing[0]}, older than 2.15; {INSTALL}" if missing else None
 
 
 def fused_forward(
@@ -128,7 +117,7 @@ class TransformerEngineKernel:
     deterministic: bool = False
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        return refuses_package() or refuses_on_gpu(device, dtype, head_dim, range(9, 13), most=128)
+        return refuses_te() or refuses_on_gpu(device, dtype, head_dim, range(9, 13), most=128)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = contiguous(q, k, v)

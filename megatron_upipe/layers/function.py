@@ -217,7 +217,7 @@ class UPipeLayerFunction(torch.autograd.Function):
             waiting.prefetch_before()
         attention = attention_backward(
             call.attention.gather(dhidden),
-            call.attention_input(x, backward=True),
+            call.attention_input(x, backward=wanted.attention.qkv),
             kept,
             call.attention.weights(),
             call.attention.elementwise,

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatron_upipe.attention.linears import UPipeColumnParallelLinear, UPipeRowParallelLinear
 from megatron_upipe.attention.module import UPipeSelfAttention
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.precision.transformer_engine import INSTALL
+from megatron_upipe.precision.te_package import refuses_te
 
 # TransformerEngine's specs fuse norms into the linears behind them; UPipe keeps them apart. In a torch_dist checkpoint
 # both write the norm under the fused name.
@@ -33,12 +33,12 @@ class Linears(NamedTuple):
 
 def te_linears() -> Linears:
     """TransformerEngine's. Raises UPipeError where it is missing."""
-    try:
-        import_module("transformer_engine.pytorch")
-    except ImportError as error:
+    reason = refuses_te()
+    if reason is not None:
         raise UPipeError(
-            f"upipe_te_layer_spec needs TransformerEngine ({error}); {INSTALL}, or use upipe_layer_spec"
-        ) from error
+            f"upipe_te_layer_spec needs TransformerEngine: {reason}, or use upipe_layer_spec, with FP8 only above one "
+            "context-parallel rank"
+        )
     classes = import_module("megatron_upipe.attention.te_linears")
     return Linears(classes.UPipeTEColumnParallelLinear, classes.UPipeTERowParallelLinear)
 

@@ -61,7 +61,10 @@ class Precision(Protocol):
 
 
 class Weight:
-    """A parameter [n, k] as products read it. It is made ready at most once in the life of this object, one pass."""
+    """A parameter [n, k] as products read it, in the life of this object, one pass.
+
+    Made ready as a whole once, and once for each direction where it is read as a whole; pieces each time.
+    """
 
     def __init__(self, parameter: Tensor, precision: Precision) -> None:
         self.parameter, self._precision = parameter, precision
@@ -71,16 +74,25 @@ class Weight:
 
         A part maps the parameter to a view of some of its rows, in any shape. ``backward``: for ``input_gradient``.
         """
-        data, shared = self._whole
-        if parts:
-            pieces = [part(data).reshape(-1, data.shape[1]) for part in parts]
-            data = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return self._precision.piece(data, shared, self.parameter, backward)
+        if not parts:
+            return self._all_backward if backward else self._all_forward
+        pieces = [part(self._whole[0]).reshape(-1, self.parameter.shape[1]) for part in parts]
+        return self._piece(pieces[0] if len(pieces) == 1 else torch.cat(pieces), backward)
 
     def columns(self, part: Callable[[Tensor], Tensor]) -> Operand:
         """Some of its columns, for ``input_gradient``; ``part`` maps the parameter to a view of them."""
-        data, shared = self._whole
-        return self._precision.piece(part(data).reshape(data.shape[0], -1), shared, self.parameter, True)
+        return self._piece(part(self._whole[0]).reshape(self.parameter.shape[0], -1), True)
+
+    def _piece(self, data: Tensor, backward: bool) -> Operand:
+        return self._precision.piece(data, self._whole[1], self.parameter, backward)
+
+    @cached_property
+    def _all_forward(self) -> Operand:
+        return self._piece(self._whole[0], False)
+
+    @cached_property
+    def _all_backward(self) -> Operand:
+        return self._piece(self._whole[0], True)
 
     @cached_property
     def _whole(self) -> tuple[Tensor, Any]:

@@ -16,8 +16,6 @@ from torch import Tensor
 from megatron_upipe.precision.protocol import Operand
 from megatron_upipe.precision.recipes import Fp8Recipe
 
-INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.15'"
-
 
 @dataclass(frozen=True)
 class TransformerEnginePrecision:
@@ -85,9 +83,13 @@ class TransformerEnginePrecision:
         return general_gemm(a, b, use_split_accumulator=split, **arguments)[0]
 
     def _quantised(self, tensor: Tensor, quantizer: Any, rowwise: bool, columnwise: bool) -> Operand:
+        """TransformerEngine's casts write rows in any case; those that nobody reads are dropped."""
         quantizer = quantizer.copy()
-        quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
-        return quantizer(tensor.detach().contiguous())
+        quantizer.set_usage(rowwise=True, columnwise=columnwise)
+        quantised = quantizer(tensor.detach().contiguous())
+        if not rowwise:
+            quantised.update_usage(rowwise_usage=False, columnwise_usage=True)
+        return quantised
 
     @cached_property
     def _te_recipe(self) -> Any:

@@ -57,6 +57,7 @@ def quantise_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], mx: b
         mantissa, exponent = torch.frexp(amax * torch.tensor(torch.finfo(dtype).max).reciprocal())
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
         scale = torch.ldexp(torch.ones_like(amax), -exponent)
+        scale = torch.where(amax.isfinite(), scale, torch.nan)  # else infinity would become the largest number
     else:
         _, exponent = torch.frexp(_scale(amax, dtype, x.dtype))
         scale = torch.ldexp(torch.ones_like(amax), exponent - 1)

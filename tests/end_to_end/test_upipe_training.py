@@ -71,6 +71,7 @@ def test_trains_as_stock_does(folder, stock, name):
 def test_fp8_trains_as_16_bits_do(folder):
     """The twin, of products and of attention's forward; losses differ, by no more than FP8's noise."""
     sizes = ["--kv-channels", "16", *CP2, "--bf16", "--upipe-offload", "host", "--upipe-mlp-tile-tokens", "32"]
+    sizes += ["--seq-length", "128", "--max-position-embeddings", "128"]
     wanted = train(folder, "bf16", 2, *sizes)
     fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--upipe-fp8-attention", "forward"]
     found = train(folder, "fp8", 2, *sizes, *fp8)

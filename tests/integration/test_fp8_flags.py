@@ -33,7 +33,16 @@ FP8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
         ([*MODEL, *SPEC, "--upipe-fp8-attention", "forward"], "does nothing with --context-parallel-size 1"),
         ([*MODEL, "--upipe-fp8-attention", "forward"], "does nothing without the spec"),
         ([*MODEL, *FP8], "--fp8-format hybrid needs TransformerEngine and a GPU"),
-        ([*CP2, *FP8, "--num-experts", "2"], "--fp8-format with 2 experts needs --transformer-impl"),
+        ([*MODEL, *SPEC, *FP8], "--fp8-format hybrid needs TransformerEngine and a GPU .* above 1"),
+        (
+            [*CP2, *FP8, "--num-experts", "2"],
+            "--fp8-format hybrid needs TransformerEngine .* without experts",
+        ),
+        ([*CP2, *FP8, "--upipe-fp8-attention", "forward"], "multiples of 128 tokens .* not 64; the nearest is 128"),
+        (
+            [*CP2, *FP8, "--upipe-fp8-attention", "full", "--seq-length", "256"],
+            "query heads of a stage, not 1 x 16; raise --upipe-heads-per-stage 2, or use off",
+        ),
     ],
 )
 def test_refused(argv, message):
@@ -47,8 +56,14 @@ def test_refused(argv, message):
         ([], "off"),
         (FP8, "off"),
         ([*FP8, "--fp8-format", "e4m3", "--upipe-fp8-attention", "off"], "off"),
-        ([*FP8, "--upipe-fp8-attention", "forward"], "forward"),
-        ([*FP8, "--fp8-recipe", "mxfp8", "--upipe-fp8-attention", "full"], "full"),
+        ([*FP8, "--upipe-fp8-attention", "forward", "--seq-length", "128"], "forward"),
+        (
+            [
+                *(*FP8, "--fp8-recipe", "mxfp8", "--upipe-fp8-attention", "full", "--seq-length", "128"),
+                *("--kv-channels", "64", "--upipe-heads-per-stage", "4"),
+            ],
+            "full",
+        ),
         ([*FP8, "--fp8-recipe", "blockwise", *BLOCKS], "off"),
     ],
 )

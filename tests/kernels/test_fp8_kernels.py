@@ -87,7 +87,7 @@ def test_selection(monkeypatch):
     assert fp8_kernel("off", base, CUDA, torch.bfloat16, 64) is base
     assert fp8_kernel("forward", base, CPU, torch.bfloat16, 64) == TWINS["forward"]
     assert fp8_kernel("full", base, CPU, torch.bfloat16, 64) == TWINS["full"]
-    monkeypatch.setattr("megatron_upipe.kernels.te_fp8.refuses_package", lambda: None)
+    monkeypatch.setattr("megatron_upipe.kernels.te_fp8.refuses_te", lambda: None)
     for capability, serves, instead in (((9, 0), "forward", "forward"), ((10, 0), "full", "full")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert "transformer-engine" in fp8_kernel(serves, base, CUDA, torch.bfloat16, 64).name

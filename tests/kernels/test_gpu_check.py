@@ -20,7 +20,7 @@ def run(monkeypatch, tmp_path):
 
 def test_runs(monkeypatch, tmp_path, capsys):
     status, rows = run(monkeypatch, tmp_path)
-    assert status == 0 and "0 of 23 checks failed" in capsys.readouterr().out
+    assert status == 0 and "0 of 27 checks failed" in capsys.readouterr().out
     fp8 = {"fp8 errors", "fp8 twin", "fp8 pieces", "fp8 speed"}
     assert {row["check"] for row in rows} == {"passed over", "errors", "merged", "speed", "stages"} | fp8
     stages = next(row for row in rows if row["check"] == "stages" and row["backend"] == "torch-cpu")

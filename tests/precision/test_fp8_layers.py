@@ -10,6 +10,7 @@ from megatron_upipe.integration.selftest import layers, parity
 from megatron_upipe.integration.selftest.parity import Case, initialize, relative_error, single_rank_groups
 from megatron_upipe.layer_specs import upipe_layer_spec
 from megatron_upipe.precision.plain import PLAIN
+from megatron_upipe.precision.recipes import ALIGNMENT
 from megatron_upipe.precision.twin import TwinPrecision
 
 # of 2-norms: a product in e4m3 errs by 3.8 %, one with e5m2 by 5.9 %, and two follow each other
@@ -21,7 +22,7 @@ def _norm_error(found, wanted):
 
 
 def case_of(recipe, form="hybrid", **changes):
-    unit = {"tensorwise": 16, "mxfp8": 32, "blockwise": 128}[recipe]
+    unit = ALIGNMENT[recipe]
     sizes = dict(chunk=unit // 2, micro_batch=3, head_dim=unit, hidden=4 * unit, heads=8, kv_heads=4)
     config = {**dict(fp8=form, fp8_recipe=recipe, ffn_hidden_size=6 * unit), **changes.pop("config", {})}
     return Case(**{**sizes, **changes}, config=config)
@@ -87,13 +88,14 @@ def test_stages_do_not_change_a_bit(workers):
 @pytest.mark.parametrize(("mode", "recipe"), [("forward", "tensorwise"), ("full", "mxfp8")])
 def test_fp8_attention(workers, mode, recipe):
     """Ring 2; attention itself rounds as well. Without it, and in layers in bf16, the kernel is another."""
-    case = case_of(recipe, upipe=dict(fp8_attention=mode))
+    sizes = dict(chunk=128, micro_batch=1, heads=8, kv_heads=4, heads_per_stage=8, head_dim=32, hidden=64)
+    case = case_of(recipe, upipe=dict(fp8_attention=mode), **sizes)
     for errors in workers.run(2, _errors, 1, 2, case, "compare", 1, False):
         check(errors, 0.09, 0.15)
 
 
-def _layer(groups, p, number=1, **changes):
-    case = case_of("tensorwise", **changes)
+def _layer(groups, p, number=1, recipe="tensorwise", **changes):
+    case = case_of(recipe, **changes)
     config = parity.make_config(case, p, 1, num_layers=4)
     layer = build_module(upipe_layer_spec, config=config, layer_number=number, pg_collection=groups).double()
     x = torch.randn(2 * case.chunk, case.micro_batch, case.hidden, dtype=torch.float64)
@@ -106,7 +108,8 @@ def _first_and_last(rank):
     found = []
     for number in range(1, 5):
         config = dict(layers.SWIGLU, **bf16)
-        layer, x = _layer(None, 2, number, config=config, upipe=dict(fp8_attention="forward"))
+        fp8 = dict(fp8_attention="forward")
+        layer, x = _layer(None, 2, number, config=config, upipe=fp8, chunk=64, micro_batch=1)
         layer(x, None)
         plan = layer.self_attention.plan
         found.append((plan.precision is PLAIN, plan.kernel.name, "FP8" in plan_line(layer)))
@@ -122,17 +125,20 @@ def test_first_and_last_layers_are_in_bf16(workers):
     assert workers.run(2, _first_and_last) == [[plain, fp8, plain, plain]] * 2
 
 
-def _counts(rank):
-    """How many numbers are quantised in forward and in backward of a layer, in units of what is said below."""
+def _counts(rank, recipe):
+    """How many numbers are quantised in forward and in backward of a layer; of weights, those read as a whole."""
     initialize(2, 1)
-    layer, x = _layer(None, 2, config=layers.SWIGLU, upipe=dict(mlp_tile_tokens=48))
-    counts = dict.fromkeys(("tokens", "gradient", "share"), 0)
+    unit = ALIGNMENT[recipe]
+    layer, x = _layer(None, 2, recipe=recipe, config=layers.SWIGLU, upipe=dict(mlp_tile_tokens=unit))
+    counts = dict.fromkeys(("tokens", "gradient", "share", "piece"), 0)
     with pytest.MonkeyPatch.context() as patch:
         for name in counts:
             original = getattr(TwinPrecision, name)
 
             def counting(self, tensor, *args, name=name, original=original, **kwargs):
                 counts[name] += tensor.numel()
+                if name == "piece" and args[0] is not None:
+                    counts[name] -= tensor.numel()  # quantised before, with the whole
                 return original(self, tensor, *args, **kwargs)
 
             patch.setattr(TwinPrecision, name, counting)
@@ -144,17 +150,26 @@ def _counts(rank):
     return forward, backward, weights, x.shape
 
 
-def test_everything_is_quantised_once_a_pass(workers):
-    """x and dy whatever the number of stages, weights whatever the number of tiles."""
-    for forward, backward, weights, (s, b, hidden) in workers.run(2, _counts):
-        t, out, ffn = s * b, 8 * 16, 6 * 16
-        assert forward == dict(tokens=t * (hidden + out + hidden + ffn), gradient=0, share=sum(weights.values()))
+@pytest.mark.parametrize("recipe", ALIGNMENT)
+def test_everything_is_quantised_once_a_pass(workers, recipe):
+    """x and dy whatever the number of stages, weights whatever the number of tiles (3)."""
+    for forward, backward, weights, (s, b, hidden) in workers.run(2, _counts, recipe):
+        unit = ALIGNMENT[recipe]
+        t, out, ffn = s * b, 8 * unit, 6 * unit
+        all_weights, proj = sum(weights.values()), weights["self_attention.linear_proj.weight"]
+        assert forward["tokens"] == t * (hidden + out + hidden + ffn) and forward["gradient"] == 0
         # backward: the output projection, for the hidden state, and x and attention's output for their gradients
         assert backward["tokens"] == t * ((out + hidden + ffn) + (hidden + out))
-        heads = (8 + 2 * 4) * 16
+        heads = (8 + 2 * 4) * unit
         assert backward["gradient"] == t * ((hidden + 2 * ffn) + hidden + heads)
-        again = weights["self_attention.linear_proj.weight"]  # in the second half's pass and in attention's
-        assert backward["share"] == sum(weights.values()) + again
+        if recipe == "tensorwise":  # once for both directions; proj in the second half's pass and in attention's
+            assert (forward["share"], backward["share"]) == (all_weights, all_weights + proj)
+            assert forward["piece"] == backward["piece"] == 0
+        else:  # once for each direction that is wanted: proj forward in the second half, backward in attention
+            assert forward["piece"] == all_weights
+            fc1, fc2 = weights["mlp.linear_fc1.weight"], weights["mlp.linear_fc2.weight"]
+            qkv = weights["self_attention.linear_qkv.weight"]
+            assert backward["piece"] == 2 * (proj + fc1 + qkv) + fc2
 
 
 def _fused(rank):

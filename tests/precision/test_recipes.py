@@ -1,12 +1,16 @@
 """Which recipes are taken, for which layers and sizes; each refusal beside something accepted."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_upipe.checks import check_fp8, check_fp8_sizes, check_model
+from megatron_upipe.attention.schedule import head_schedule
+from megatron_upipe.checks import check_fp8, check_fp8_attention, check_fp8_sizes, check_model
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.kernels.flash_attn_2 import FlashAttn2Kernel
+from megatron_upipe.kernels.te_fused import TransformerEngineKernel
 from megatron_upipe.precision.plain import PLAIN
 from megatron_upipe.precision.recipes import ALIGNMENT, Fp8Recipe, check_alignment, fp8_recipe, layer_recipe
 from megatron_upipe.precision.select import select_precision
@@ -83,29 +87,84 @@ def test_alignment(recipe):
     ],
 )
 def test_sizes_of_a_layer(change, what):
-    sizes = dict(hidden=64, ffn=96, head_dim=16, query_heads=4, kv_heads=2, ulysses_size=1, heads_per_stage=1)
-    check_fp8_sizes(Fp8Recipe("tensorwise", True), **sizes)
+    sizes, schedule = dict(hidden=64, ffn=96, head_dim=16), head_schedule(4, 2, 1, 1)
+    check_fp8_sizes(Fp8Recipe("tensorwise", True), schedule, **sizes)
+    check_fp8_sizes(Fp8Recipe("tensorwise", True), schedule, **{**sizes, "ffn": None})
     with pytest.raises(UPipeError, match=what):
-        check_fp8_sizes(Fp8Recipe("tensorwise", True), **{**sizes, **change})
+        check_fp8_sizes(Fp8Recipe("tensorwise", True), schedule, **{**sizes, **change})
 
 
-def test_chosen_by_device(monkeypatch):
+def test_sizes_of_keys_and_values():
+    """P = 8 ranks attend 2 KV heads: 4 copies of each, projected once."""
+    schedule = head_schedule(16, 2, 8, 8)
+    check_fp8_sizes(Fp8Recipe("mxfp8", True), schedule, hidden=64, ffn=None, head_dim=16)
+    with pytest.raises(UPipeError, match=r"a stage's keys and values .2 x 2 x --kv-channels 4. is 16"):
+        check_fp8_sizes(Fp8Recipe("mxfp8", True), schedule, hidden=64, ffn=None, head_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "heads_per_stage", "change", "message"),
+    [
+        ("forward", 2, dict(tokens=192), "multiples of 128 tokens .* not 192; the nearest is 256"),
+        ("full", 8, dict(tokens=128, ring_size=2), "multiples of 256 tokens .* not 128; the nearest is 256"),
+        ("full", 2, {}, "query heads of a stage, not 1 x 64; raise --upipe-heads-per-stage 2, or use off"),
+        ("full", 4, {}, "KV heads of a stage, not 1 x 64; raise --upipe-heads-per-stage 4"),
+    ],
+)
+def test_sizes_of_fp8_attention(mode, heads_per_stage, change, message):
+    sizes = dict(tokens=256, ring_size=1, head_dim=64)
+    schedule = head_schedule(8, 4, 2, heads_per_stage)
+    with pytest.raises(UPipeError, match=message):
+        check_fp8_attention(mode, schedule, **{**sizes, **change})
+    check_fp8_attention("off", schedule, **{**sizes, **change})
+    check_fp8_attention("forward", schedule, **sizes)
+    check_fp8_attention("full", head_schedule(8, 4, 2, 8), **{**sizes, "ring_size": 2})
+    check_fp8_attention("full", head_schedule(8, 4, 2, 2), **{**sizes, "head_dim": 128})
+
+
+@pytest.fixture
+def te(monkeypatch):
+    """A TransformerEngine that says what a GPU has."""
+    package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    package.__version__, package.pytorch = "2.20.2", pytorch
+    for name, answer in (("fp8", (True, "")), ("mxfp8", (False, "Device compute capability 10.x required.")), *BLOCK):
+        setattr(pytorch, f"is_{name}_available", lambda return_reason, answer=answer: answer)
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
+    return package
+
+
+BLOCK = [("fp8_block_scaling", (True, ""))]
+
+
+def test_chosen_by_device(te):
     recipe = Fp8Recipe("tensorwise", True)
     assert select_precision(None, CUDA, torch.bfloat16) is PLAIN
     assert isinstance(select_precision(recipe, torch.device("cpu"), torch.float64), TwinPrecision)
-    monkeypatch.setattr("megatron_upipe.precision.select.import_module", lambda name: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert isinstance(select_precision(recipe, CUDA, torch.bfloat16), TransformerEnginePrecision)
     with pytest.raises(UPipeError, match="add --bf16"):
         select_precision(recipe, CUDA, torch.float32)
-    with pytest.raises(UPipeError, match=r"mxfp8 .* capability 9\.0; use tensorwise or blockwise"):
+    with pytest.raises(UPipeError, match=r"mxfp8 cannot run .*: Device .* 10\.x required; use tensorwise or blockwise"):
         select_precision(Fp8Recipe("mxfp8", True), CUDA, torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(UPipeError, match=r"8\.0; leave --fp8-format out"):
+    te.pytorch.is_fp8_available = te.pytorch.is_fp8_block_scaling_available = lambda return_reason: (False, "no")
+    with pytest.raises(UPipeError, match="tensorwise cannot run on this GPU: no; leave --fp8-format out"):
         select_precision(recipe, CUDA, torch.bfloat16)
 
 
-def test_a_missing_transformer_engine_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with pytest.raises(UPipeError, match="pip install"):
+def test_an_old_transformer_engine(te):
+    te.__version__ = "2.18.0"
+    with pytest.raises(UPipeError, match="TransformerEngine 2.18.0 is older than 2.20; pip install"):
         select_precision(Fp8Recipe("tensorwise", True), CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+def test_a_transformer_engine_that_does_not_load(monkeypatch, error):
+    def broken(name):
+        raise error("libnccl.so.2: cannot open shared object file")
+
+    monkeypatch.setattr("megatron_upipe.precision.te_package.import_module", broken)
+    monkeypatch.setattr("megatron_upipe.kernels.conventions.import_module", broken)
+    with pytest.raises(UPipeError, match="cannot be imported .libnccl.*pip install"):
+        select_precision(Fp8Recipe("tensorwise", True), CUDA, torch.bfloat16)
+    assert "libnccl" in TransformerEngineKernel().refuses(CUDA, torch.bfloat16, 64)
+    assert "libnccl" in FlashAttn2Kernel().refuses(CUDA, torch.bfloat16, 64)

@@ -4,6 +4,8 @@ Works on the recorded classes of ``recorded.py`` and on TransformerEngine's own 
 rows in ``_data`` and, for products over tokens, a transpose; blockwise and MXFP8 tensors are the twin's operands.
 """
 
+from dataclasses import replace
+
 import torch
 
 from megatron_upipe.kernels.reference import ReferenceKernel
@@ -11,6 +13,7 @@ from megatron_upipe.precision.recipes import Fp8Recipe
 from megatron_upipe.precision.twin import E4M3, E5M2, TwinPrecision, quantise_blocks, quantise_tensor
 
 CALLS = []  # (function, arguments by name)
+ONE_COPY_SERVES = False  # as on Blackwell, whose GEMMs need no transpose of a tensor with one scale
 
 
 def torch_dtype(fp8_dtype):
@@ -23,13 +26,18 @@ class Blocks:
     def __init__(self, operand, shape):
         self.operand, self.shape = operand, shape
 
+    def update_usage(self, rowwise_usage=None, columnwise_usage=None):
+        assert columnwise_usage is not False and (not columnwise_usage or self.operand.along is not None)
+        if rowwise_usage is False:
+            self.operand = replace(self.operand, across=None)
+
 
 def quantise(quantizer, tensor, storage):
     """What a quantizer makes of a tensor. ``storage``: the class of one FP8 tensor's storage."""
     assert tensor.is_contiguous() and not tensor.requires_grad
     kind, dtype = type(quantizer).__name__, torch_dtype(quantizer.dtype)
     rows, columns = quantizer.rowwise_usage, quantizer.columnwise_usage
-    assert rows or columns
+    assert rows, "not in the casts of one scale a tensor, nor in those of 128 x 128 before 2.20"
     flat = tensor.reshape(-1, tensor.shape[-1])
     if kind in ("Float8CurrentScalingQuantizer", "Float8Quantizer"):
         if kind == "Float8Quantizer":
@@ -39,17 +47,17 @@ def quantise(quantizer, tensor, storage):
             data, scale_inv = found.data, found.scale_inv
         data = data.view(torch.uint8)
         return storage(
-            data=data.view(tensor.shape) if rows else None,
+            data=data.view(tensor.shape),
             fp8_scale_inv=scale_inv,
             fp8_dtype=quantizer.dtype,
             fake_dtype=tensor.dtype,
-            data_transpose=data.t().contiguous() if columns else None,
+            data_transpose=data.t().contiguous() if columns and not ONE_COPY_SERVES else None,
             quantizer=quantizer,
         )
     if kind == "Float8BlockQuantizer" and quantizer.block_scaling_dim == 2:
         found = quantise_blocks(flat, dtype, (128, 128), mx=False)
         operand = TwinPrecision(Fp8Recipe("blockwise", False)).tokens(flat, True, True)
-        operand = type(operand)(found if rows else None, found if columns else None, tensor.dtype)
+        operand = type(operand)(found, found if columns else None, tensor.dtype)
     else:
         name = "mxfp8" if kind == "MXFP8Quantizer" else "blockwise"
         operand = TwinPrecision(Fp8Recipe(name, dtype == E5M2))._operand(flat, dtype, rows, columns)
@@ -64,10 +72,11 @@ def values(tensor, along=False):
         return (part.values() * part.factor()).view(tensor.shape)
     if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "_scale_inv"):
         return tensor.double()
-    data = tensor._transpose if along else tensor._data
+    transposed = along and not ONE_COPY_SERVES
+    data = tensor._transpose if transposed else tensor._data
     assert data is not None and data.is_contiguous(), "this usage was not asked for"
     found = data.view(torch_dtype(tensor._fp8_dtype)).double() * tensor._scale_inv.double()
-    return found.t() if along else found
+    return found.t() if transposed else found
 
 
 def general_gemm(arguments):
@@ -88,7 +97,7 @@ def general_gemm(arguments):
     return out.copy_(out.double() + result), None, None, None
 
 
-def _attention_tensors(arguments, names, along=()):
+def _attention_tensors(arguments, names):
     tensors = []
     for name in names:
         assert not isinstance(arguments[name], torch.Tensor) or arguments[name].is_contiguous()

@@ -15,9 +15,10 @@ from te import compute, recorded
 REAL = find_spec("transformer_engine") is not None
 
 
-@pytest.fixture
-def te(monkeypatch):
+@pytest.fixture(params=[False, True], ids=["Hopper", "Blackwell"])
+def te(monkeypatch, request):
     compute.CALLS.clear()
+    monkeypatch.setattr(compute, "ONE_COPY_SERVES", request.param)
     if REAL:
         _real(monkeypatch)
     else:
@@ -49,7 +50,7 @@ def _real(monkeypatch):
         for function in functions:
             monkeypatch.setattr(module, function, recorded.bound(getattr(module, function)))
     storage = import_module(f"{recorded.P}.tensor.storage.float8_tensor_storage")
-    monkeypatch.setattr(storage, "is_non_tn_fp8_gemm_supported", lambda: False)
+    monkeypatch.setattr(storage, "is_non_tn_fp8_gemm_supported", lambda: compute.ONE_COPY_SERVES)
     monkeypatch.setattr(storage.Float8TensorStorage, "_create_transpose", _transpose)
     for name in ("float8_tensor", "float8_blockwise_tensor", "mxfp8_tensor"):
         module = import_module(f"{recorded.P}.tensor.{name}")

@@ -43,6 +43,8 @@ class Float8TensorStorage:
         return self._data.shape
 
     def update_usage(self, rowwise_usage=None, columnwise_usage=None):
+        if compute.ONE_COPY_SERVES:
+            return
         if columnwise_usage and self._transpose is None:
             self._transpose = self._data.t().contiguous()
         if rowwise_usage is False:
@@ -270,8 +272,15 @@ def mxfp8_quantize_fast_path(tensor_quantizer_pairs, src_format): ...
 
 P = "transformer_engine.pytorch"
 ATTENTION = f"{P}.attention.dot_product_attention.utils"
+
+
+def _available(return_reason=False):
+    return (True, "") if return_reason else True
+
+
 MODULES = {
-    P: {},
+    "transformer_engine": dict(__version__="2.20.2"),
+    P: dict(is_fp8_available=_available, is_mxfp8_available=_available, is_fp8_block_scaling_available=_available),
     "transformer_engine.common.recipe": dict(
         Format=Format,
         Float8CurrentScaling=Float8CurrentScaling,

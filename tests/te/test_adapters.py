@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from te import compute
 
 from megatron_upipe.kernels.fp8_twin import Fp8TwinForward
 from megatron_upipe.kernels.reference import ReferenceKernel
@@ -55,6 +56,25 @@ def test_products_are_those_of_the_twin(te, recipe):
 
 
 @pytest.mark.parametrize("recipe", ALL, ids=Fp8Recipe.describe)
+def test_one_direction_alone(te, recipe):
+    """Where only weight gradients are wanted, or only dx: TransformerEngine has no casts of columns alone."""
+    x, w, dy = tensors()
+    found = []
+    for precision in both(recipe):
+        weight = Weight(w, precision)
+        backward = precision.tokens(x, False, True), precision.gradient(dy, forward=False)
+        forward = precision.gradient(dy, backward=False)
+        found.append(
+            [
+                precision.weight_gradient(backward[1], backward[0], torch.float32),
+                precision.input_gradient(forward, weight.rows(backward=True)),
+            ]
+        )
+    for te_result, twin_result in zip(*found, strict=True):
+        assert torch.equal(te_result, twin_result)
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=Fp8Recipe.describe)
 def test_usages_are_those_asked_for(te, recipe):
     """What is only multiplied forward has no copy for gradients, and the other way round."""
     x, w, dy = tensors()
@@ -68,7 +88,7 @@ def test_usages_are_those_asked_for(te, recipe):
         ),
         lambda: precision.input_gradient(precision.gradient(dy), weight.rows()),
     ):
-        if recipe.name == "blockwise" and call.__code__.co_names[-1] == "rows":
+        if recipe.name == "tensorwise" and compute.ONE_COPY_SERVES:
             continue
         with pytest.raises(AssertionError, match="was not asked for"):
             call()
@@ -150,7 +170,12 @@ def test_mxfp8(te, no_grad):
 
 
 def test_an_older_transformer_engine_is_refused(te, monkeypatch):
-    import transformer_engine.pytorch.cpp_extensions.fused_attn as module
+    import transformer_engine
 
-    monkeypatch.setattr(module, "fused_attn_bwd", lambda q, k: None)
-    assert "older than 2.15" in TransformerEngineKernel().refuses(torch.device("cuda"), torch.bfloat16, 64)
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for kernel in (TransformerEngineKernel(), TransformerEngineFp8Forward(ReferenceKernel())):
+        assert kernel.refuses(cuda, torch.bfloat16, 64) is None
+    monkeypatch.setattr(transformer_engine, "__version__", "2.18.0")
+    for kernel in (TransformerEngineKernel(), TransformerEngineFp8Forward(ReferenceKernel()), TransformerEngineMxfp8()):
+        assert "2.18.0 is older than 2.20" in kernel.refuses(cuda, torch.bfloat16, 64)
