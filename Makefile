@@ -32,7 +32,7 @@ test-slow: $(INSTALLED)
 test-te: $(TE)
 	.venv-te/bin/python -W ignore -m pytest -m "te or not te" tests/te
 
-$(TE): $(INSTALLED) tools/te_env.sh
+$(TE): tools/te_env.sh | $(INSTALLED)
 	bash tools/te_env.sh
 	@touch $@
 

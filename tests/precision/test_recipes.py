@@ -153,7 +153,7 @@ def test_chosen_by_device(te):
 
 def test_an_old_transformer_engine(te):
     te.__version__ = "2.18.0"
-    with pytest.raises(UPipeError, match="TransformerEngine 2.18.0 is older than 2.20; pip install"):
+    with pytest.raises(UPipeError, match=r"TransformerEngine 2\.18\.0 is older than 2\.20; pip install"):
         select_precision(Fp8Recipe("tensorwise", True), CUDA, torch.bfloat16)
 
 
@@ -164,7 +164,7 @@ def test_a_transformer_engine_that_does_not_load(monkeypatch, error):
 
     monkeypatch.setattr("megatron_upipe.precision.te_package.import_module", broken)
     monkeypatch.setattr("megatron_upipe.kernels.conventions.import_module", broken)
-    with pytest.raises(UPipeError, match="cannot be imported .libnccl.*pip install"):
+    with pytest.raises(UPipeError, match=r"cannot be imported .libnccl.*pip install"):
         select_precision(Fp8Recipe("tensorwise", True), CUDA, torch.bfloat16)
     assert "libnccl" in TransformerEngineKernel().refuses(CUDA, torch.bfloat16, 64)
     assert "libnccl" in FlashAttn2Kernel().refuses(CUDA, torch.bfloat16, 64)

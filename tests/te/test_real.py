@@ -1,14 +1,16 @@
 """Against TransformerEngine itself, without a GPU: ``make test-te``."""
 
 import inspect
+import os
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from te import recorded
 
-from megatron_upipe.precision.twin import E4M3, E5M2, quantise_tensor
+from megatron_upipe.precision.twin import E4M3, E5M2, quantise_blocks, quantise_tensor
 
 pytestmark = [
     pytest.mark.te,
@@ -121,3 +123,25 @@ def test_checkpoint_keys_are_those_of_the_stock_layer(monkeypatch):
         monkeypatch.undo()
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif("TRANSFORMER_ENGINE" not in os.environ, reason="set TRANSFORMER_ENGINE to a checkout")
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [0.0, 1e-36, 1e-30, 1.0, 1e20])
+def test_blockwise_equals_the_repositorys_reference_quantizer_bit_for_bit(monkeypatch, dtype, source, size):
+    monkeypatch.syspath_prepend(Path(os.environ["TRANSFORMER_ENGINE"]) / "tests" / "pytorch")
+    reference = import_module("references.blockwise_quantizer_reference").BlockwiseQuantizerReference()
+    torch.manual_seed(0)
+    x = torch.randn(200, 300, dtype=source) * size * torch.exp(4 * torch.randn(200, 300)).to(source)
+    common = dict(pow_2_scales=True, munge_scale_shapes=False)
+    rows = reference.quantize(x, dtype, return_transpose=True, quant_tile_shape=(1, 128), **common)
+    squares = reference.quantize(x, dtype, quant_tile_shape=(128, 128), **common)
+    for block, data, scale in (
+        ((1, 128), rows.data, rows.scale),
+        ((128, 1), rows.data_t.t(), rows.scale_t.t()),
+        ((128, 128), squares.data, squares.scale),
+    ):
+        ours = quantise_blocks(x, dtype, block, mx=False)
+        assert torch.equal(ours.data.view(torch.uint8), data.contiguous().view(torch.uint8)), block
+        assert torch.equal(ours.scale_inv, scale), block
