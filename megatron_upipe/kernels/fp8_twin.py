@@ -13,17 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.kernels.reference import ReferenceKernel
-from megatron_upipe.kernels.te_fp8 import OUT_LARGEST, SOFTMAX_SCALE
+from megatron_upipe.kernels.te_fp8 import OUT_LARGEST, SOFTMAX_SCALE, BackwardIn16Bits
 from megatron_upipe.precision.twin import E4M3, Quantised, quantise_blocks, quantise_tensor
 
 
 @dataclass(frozen=True)
-class Fp8TwinForward:
+class Fp8TwinForward(BackwardIn16Bits):
     """See ``protocol.Kernel`` and ``te_fp8.TransformerEngineFp8Forward``."""
 
-    backward_kernel: Kernel
     name: str = "fp8-twin"
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -36,14 +34,6 @@ class Fp8TwinForward:
         if largest > 0:
             out = (out * (OUT_LARGEST / largest)).to(E4M3).double() * (largest / OUT_LARGEST)
         return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.backward_kernel.backward(dout, q, k, v, out, lse, causal, scale)
-
-    def workspace_bytes(self, batch: int, heads: int, tokens: int, head_dim: int) -> int:
-        return self.backward_kernel.workspace_bytes(batch, heads, tokens, head_dim)
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,24 @@ OUT_LARGEST = 400.0  # below E4M3's 448: rounded weights may add up to a little 
 
 
 @dataclass(frozen=True)
-class TransformerEngineFp8Forward:
-    """See ``protocol.Kernel``. ``backward_kernel`` does the backward in 16 bits, from q, k and v as they were."""
+class BackwardIn16Bits:
+    """The half of a kernel whose backward is that of ``backward_kernel``, from q, k and v as they were."""
 
     backward_kernel: Kernel
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.backward_kernel.backward(dout, q, k, v, out, lse, causal, scale)
+
+    def workspace_bytes(self, batch: int, heads: int, tokens: int, head_dim: int) -> int:
+        return self.backward_kernel.workspace_bytes(batch, heads, tokens, head_dim)
+
+
+@dataclass(frozen=True)
+class TransformerEngineFp8Forward(BackwardIn16Bits):
+    """See ``protocol.Kernel``."""
+
     name: str = "transformer-engine-fp8"
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -39,8 +53,8 @@ class TransformerEngineFp8Forward:
         q, k, v = contiguous(q, k, v)
         largest = v.abs().amax().float().clamp(min=1e-30).view(1)
 
-        def fixed(scale: Tensor) -> Any:
-            return tensors.Float8Quantizer(scale, torch.zeros_like(scale), e4m3, rowwise=True, columnwise=False)
+        def fixed(factor: Tensor) -> Any:
+            return tensors.Float8Quantizer(factor, torch.zeros_like(factor), e4m3, rowwise=True, columnwise=False)
 
         current = tensors.Float8CurrentScalingQuantizer(e4m3, q.device, rowwise=True, columnwise=False)
         out, lse = fused_forward(
@@ -53,14 +67,6 @@ class TransformerEngineFp8Forward:
             o_quantizer=fixed(OUT_LARGEST / largest),
         )
         return out.dequantize(dtype=q.dtype).transpose(1, 2), lse
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.backward_kernel.backward(dout, q, k, v, out, lse, causal, scale)
-
-    def workspace_bytes(self, batch: int, heads: int, tokens: int, head_dim: int) -> int:
-        return self.backward_kernel.workspace_bytes(batch, heads, tokens, head_dim)
 
 
 @dataclass(frozen=True)

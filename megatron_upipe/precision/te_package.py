@@ -21,10 +21,10 @@ def refuses_te() -> str | None:
     try:
         import_module("transformer_engine.pytorch")
     except BROKEN as error:
-        return f"TransformerEngine cannot be imported ({error}); {INSTALL}"
+        return f"it cannot be imported ({error}); {INSTALL}"
     found = import_module("transformer_engine").__version__
     if Version(found) < Version(OLDEST):
-        return f"TransformerEngine {found} is older than {OLDEST}; {INSTALL}"
+        return f"version {found} is older than {OLDEST}; {INSTALL}"
     return None
 
 

@@ -55,7 +55,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", some_slow(LAYOUTS, "exact rope", "Megatron's own loss"))
+SLOW = ("exact rope", "Megatron's own loss", "every 2nd input, TP 2 + sequence parallel")
+SLOW += ("data parallel alone", "2 ranks", "2 ranks, overlapped", "context 2 x data 2")  # with Megatron-FSDP
+
+
+@pytest.mark.parametrize("name", some_slow(LAYOUTS, *SLOW))
 def test_trains_as_stock_does(folder, stock, name):
     ranks, flags = LAYOUTS[name]
     found = train(folder, name, ranks, *flags)
@@ -111,7 +115,7 @@ FSDP_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", some_slow(FSDP_LAYOUTS, "data parallel alone", "2 ranks", "context 2 x data 2"))
+@pytest.mark.parametrize("name", some_slow(FSDP_LAYOUTS, *SLOW))
 def test_megatron_fsdp_trains_as_stock_does(folder, stock, name):
     ranks, flags = FSDP_LAYOUTS[name]
     found = train(folder, f"fsdp {name}", ranks, *flags, *FSDP, distributed_optimizer=False)

@@ -153,7 +153,7 @@ def test_chosen_by_device(te):
 
 def test_an_old_transformer_engine(te):
     te.__version__ = "2.18.0"
-    with pytest.raises(UPipeError, match=r"TransformerEngine 2\.18\.0 is older than 2\.20; pip install"):
+    with pytest.raises(UPipeError, match=r"TransformerEngine: version 2\.18\.0 is older than 2\.20; pip install"):
         select_precision(Fp8Recipe("tensorwise", True), CUDA, torch.bfloat16)
 
 
