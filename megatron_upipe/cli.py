@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from megatron_upipe import __version__
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.selftest import launch
+from megatron_upipe.planning import command as simulate
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
 
@@ -41,9 +42,18 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     launch.add_arguments(selftest_parser)
+    simulate_parser = commands.add_parser(
+        "simulate",
+        help="memory, traffic and work of a training step, without a GPU",
+        description=simulate.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    simulate.add_arguments(simulate_parser)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     try:
+        if args.command == "simulate":
+            return simulate.main(args)
         return launch.main(args, argv) if args.command == "selftest" else _print_info(args.json)
     except UPipeError as error:
         print(f"megatron-upipe: error: {error}", file=sys.stderr)

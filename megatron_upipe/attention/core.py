@@ -31,7 +31,7 @@ from megatron_upipe.attention.projections import (
 )
 from megatron_upipe.attention.schedule import Stage
 from megatron_upipe.context.exchange import to_heads, to_sequence
-from megatron_upipe.context.merge import accumulation_dtype
+from megatron_upipe.context.merge import MOST_IN_LOW_PRECISION, accumulation_dtype
 from megatron_upipe.context.ring import ring_backward, ring_forward
 from megatron_upipe.errors import UPipeError
 
@@ -194,14 +194,15 @@ class _Backward:
         )
 
     def _add_keys_values(self, stage: Stage, dk: Tensor, dv: Tensor) -> None:
-        """dK and dV of a block's stages are summed in accumulation dtype."""
+        """dK and dV of a block's stages are summed in the precision they come in if those are few, else in fp32."""
         if not stage.begins_block:
             self.dk += dk
             self.dv += dv
         elif stage.ends_block:
             self.dk, self.dv = dk, dv
         else:
-            dtype = accumulation_dtype(dk.dtype)
+            parts = self.plan.groups.layout.ring_size * self.plan.schedule.stages_per_block
+            dtype = dk.dtype if parts <= MOST_IN_LOW_PRECISION else accumulation_dtype(dk.dtype)
             self.dk, self.dv = dk.to(dtype), dv.to(dtype)
 
     def _dprojected(self, columns: Callable[[Tensor], Tensor], shape: torch.Size) -> Tensor:

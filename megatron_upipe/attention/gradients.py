@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_upipe.context.merge import accumulation_dtype
+from megatron_upipe.context.merge import MOST_IN_LOW_PRECISION, accumulation_dtype
 from megatron_upipe.precision.protocol import Operand, Precision
 
 
@@ -75,15 +75,13 @@ def flat(tensor: Tensor) -> Tensor:
 class InputGradient:
     """Sum of ``additions`` matrix products [s, b, hidden].
 
-    Summed in the input's dtype up to 8 additions, else in fp32: more roundings to bf16 than that show.
+    Summed in the input's dtype up to 8 additions, else in fp32.
     """
-
-    MOST_IN_LOW_PRECISION = 8
 
     def __init__(self, like: Tensor, additions: int, precision: Precision) -> None:
         self._precision = precision
         dtype = like.dtype
-        if additions > self.MOST_IN_LOW_PRECISION:
+        if additions > MOST_IN_LOW_PRECISION:
             dtype = torch.promote_types(dtype, torch.float32)
         self._sum = torch.zeros(like.shape, dtype=dtype, device=like.device)  # contiguous, whatever x is
 

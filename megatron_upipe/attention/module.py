@@ -29,6 +29,7 @@ from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_mo
 from megatron_upipe.config import UPipeConfig
 from megatron_upipe.context.groups import ContextGroups, context_groups
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.kernels.select import AUTO, fp8_kernel, passed_over, select_kernel
 from megatron_upipe.precision.recipes import check_alignment, layer_recipe
 from megatron_upipe.precision.select import select_precision
@@ -94,7 +95,7 @@ class UPipeSelfAttention(SelfAttention):
         self.groups = groups
         self.recipe = layer_recipe(config, layer_number) if self.context_parallel else None
         self.shards = self.world_size if config.sequence_parallel else 1
-        self._announced = False
+        self._announced = self._given_kernel = False
         self._kernel_inputs: tuple | None = None  # what the plan's kernel was chosen for
         if self.context_parallel:
             self.plan = self._make_plan(groups)
@@ -205,7 +206,7 @@ class UPipeSelfAttention(SelfAttention):
     def _use_kernel_for(self, x: Tensor) -> None:
         """Layers may move to another device or dtype after they are built; the kernel follows."""
         inputs = (x.device, x.dtype, self.plan.head_dim)
-        if inputs == self._kernel_inputs:
+        if inputs == self._kernel_inputs or self._given_kernel:
             return
         self._kernel_inputs = inputs
         name, deterministic = self.upipe.attention_backend, self.config.deterministic_mode
@@ -218,6 +219,11 @@ class UPipeSelfAttention(SelfAttention):
         reasons = passed_over(base, *inputs) if x.is_cuda and name == AUTO else []
         if reasons:
             _announce(f"attention backends passed over: {'; '.join(reasons)}")
+
+    def use_kernel(self, kernel: Kernel) -> None:
+        """Computes attention by ``kernel`` from now on, whatever the inputs; for simulations."""
+        self.plan = replace(self.plan, kernel=kernel)
+        self._given_kernel = True
 
     def _announce_once(self) -> None:
         """Not again at every call: the line is only made when the plan is new."""

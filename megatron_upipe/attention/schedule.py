@@ -62,6 +62,10 @@ class HeadSchedule:
         return self.grid[1]
 
     @property
+    def stages_per_block(self) -> int:
+        return self.grid[3]
+
+    @property
     def stages(self) -> list[Stage]:
         blocks, _, _, per_block, _ = self.grid
         return [Stage(j, t, t == 0, t == per_block - 1) for j in range(blocks) for t in range(per_block)]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MOST_IN_LOW_PRECISION = 8
+"""Sums of up to so many parts may be made in bf16; more roundings than that show."""
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32, or fp64 for fp64 inputs."""

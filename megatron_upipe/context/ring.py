@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_upipe.context.merge import accumulation_dtype, merge_
+from megatron_upipe.context.merge import MOST_IN_LOW_PRECISION, accumulation_dtype, merge_
 from megatron_upipe.kernels.protocol import Kernel
 
 
@@ -109,14 +109,15 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``ring_forward``, given its out and lse. Collective over the ring.
 
-    Returns dq [b, m, L, d], and dk and dv [b, c, L, d] of this rank's keys and values, owned by the caller; in
-    accumulation dtype when R > 1, else as the kernel returns them.
+    Returns dq [b, m, L, d], and dk and dv [b, c, L, d] of this rank's keys and values, owned by the caller. With R > 1
+    dq is in accumulation dtype, and so are dk and dv above 8 ranks; else they are as the kernel returns them.
     """
     if group is None:
         return kernel.backward(dout, q, *kv.chunk(2, dim=1), out, lse, causal, scale)
     size, dtype = group.size(), accumulation_dtype(q.dtype)
     dq = torch.zeros_like(q, dtype=dtype)
-    dkv = torch.zeros_like(kv, dtype=dtype)
+    # one addition a rank; what travels has the precision of K and V if they are few
+    dkv = torch.zeros_like(kv, dtype=kv.dtype if size <= MOST_IN_LOW_PRECISION else dtype)
     gradients = None
     for step in range(size):
         transfer = Transfer(kv, group, _KV_TAG) if step + 1 < size else None

@@ -130,11 +130,7 @@ class Chain:
     def join(self, waiting: Waiting, x: Tensor, every: int) -> bool:
         """Links ``waiting`` to the layer before it if there are fewer than ``every`` since the last kept input."""
         last, output = self._last(), self._output()
-        same = (
-            last is not None
-            and output is not None
-            and (x.data_ptr(), x.shape, x._version) == (output.data_ptr(), output.shape, self._version)
-        )
+        same = last is not None and output is not None and (_place(x), x._version) == (_place(output), self._version)
         if same:
             waiting.before = self._last
         if not same or self._length >= every:
@@ -143,3 +139,8 @@ class Chain:
         waiting.previous = last
         self._length += 1
         return True
+
+
+def _place(tensor: Tensor) -> tuple:
+    """Which memory it is; also of tensors without data, in a simulation."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape

@@ -48,7 +48,7 @@ def tiled_losses(
         reduce_input=partial(reduce, group=group) if size > 1 else lambda t: t,
         group=group if size > 1 else None,
         first=(group.rank() if size > 1 else 0) * weight.shape[0],
-        scale=scale_logits(torch.ones((), dtype=torch.float64)).item(),
+        scale=float(scale_logits(1.0)),
         fuse=config.gradient_accumulation_fusion,
     )
     labels = labels.transpose(0, 1).contiguous()

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Of an operation's arguments or results; several times as fast as torch's own functions for trees."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -31,13 +43,11 @@ class LiveBytes(TorchDispatchMode):
             self._see(tensor, tensor.untyped_storage().nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._see(leaf, 0)
+        for tensor in tensors_in((args, kwargs or {})):
+            self._see(tensor, 0)
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf, leaf.untyped_storage().nbytes())
+        for tensor in tensors_in(result):
+            self._see(tensor, tensor.untyped_storage().nbytes())
         if func is torch.ops.inductor.resize_storage_bytes_.default:
             self._resized(args[0].untyped_storage())
         return result

@@ -68,4 +68,8 @@ def _transposed_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tens
         return left.t() @ right
     if left.is_cuda:
         return torch.mm(left.t(), right, out_dtype=dtype)
-    return left.float().t() @ right.float()
+    total = torch.zeros(left.shape[1], right.shape[1], dtype=dtype, device=left.device)
+    for start in range(0, left.shape[0], BLOCK):  # a CPU has no such product; copies in fp32 as small as may be
+        rows = slice(start, start + BLOCK)
+        total.addmm_(left[rows].float().t(), right[rows].float())
+    return total

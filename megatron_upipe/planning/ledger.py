@@ -1,0 +1,108 @@
+"""Live bytes with their owners: which code made what is alive, on the device and on the host, and what was sent."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_upipe.planning.live_bytes import LiveBytes, tensors_in
+
+# c10d operation -> which argument is sent; the others wait or carry nothing
+_SENT = {"alltoall_base_": 1, "send": 0, "allreduce_": 0, "_allgather_base_": 1, "_reduce_scatter_base_": 1}
+_KINDS = {
+    "alltoall_base_": "exchange",
+    "send": "ring",
+    "allreduce_": "tensor parallel",
+    "_allgather_base_": "tensor parallel",
+    "_reduce_scatter_base_": "tensor parallel",
+}
+
+
+class Ledger(LiveBytes):
+    """``owners`` are bytes by owner; ``peaks`` the largest sums of them in each ``phase``, which others set, and
+    ``at_peak`` what they were then. A storage's owner is the innermost
+    function of this package or Megatron that made it, as ``folder/file.function``; "autograd" where torch's own
+    backward did.
+
+    Buffers of the host store are left out; the store counts them itself. ``sent`` and ``collectives`` count what this
+    rank sends, by kind. ``timeline`` has bytes after every operation that changed them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owners: Counter[str] = Counter()
+        self.phase = ""
+        self.peaks: Counter[str] = Counter()
+        self.at_peak: dict[str, dict[str, int]] = {}
+        self.sent: Counter[str] = Counter()
+        self.collectives: Counter[str] = Counter()
+        self.timeline: list[int] = []
+        self._owner_of: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "c10d":
+            self._count(func._schema.name.removeprefix("c10d::"), args)
+        before = self.now
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.now != before:
+            self.timeline.append(self.now)
+        return result
+
+    def _count(self, name: str, args: tuple) -> None:
+        if name not in _SENT:
+            return
+        self.sent[_KINDS[name]] += sum(t.nbytes for t in tensors_in(args[_SENT[name]]))
+        self.collectives[_KINDS[name]] += 1
+
+    def _see(self, tensor: Tensor, size: int) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key in self._alive or not size:
+            super()._see(tensor, size)
+            return
+        owner = _maker()
+        if owner == HOST_BUFFER:
+            super()._see(tensor, 0)
+            return
+        super()._see(tensor, size)
+        self._owner_of[key] = owner
+        self.owners[owner] += size
+        if self.now > self.peaks[self.phase]:
+            self.peaks[self.phase] = self.now
+            self.at_peak[self.phase] = +self.owners
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        before = self.now
+        super()._resized(storage)
+        owner = self._owner_of.get(storage._cdata)
+        if owner is not None:
+            self.owners[owner] += self.now - before
+
+    def _forget(self, key: int) -> None:
+        _, counted = self._alive[key]
+        super()._forget(key)
+        owner = self._owner_of.pop(key, None)
+        if owner is not None:
+            self.owners[owner] -= counted
+
+
+HOST_BUFFER = "memory/host_store._make"
+_PLANNING = str(Path(__file__).parent)
+_WRAPPERS = str(Path(__file__).parents[1] / "integration" / "cpu")
+
+
+def _maker() -> str:
+    frame = sys._getframe(3)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PLANNING) and frame.f_code.co_name == "run_step":
+            break  # torch's backward calls nothing in Python here
+        if "megatron" in path and not path.startswith((_PLANNING, _WRAPPERS)):
+            file = Path(path)
+            return f"{file.parent.name}/{file.stem}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "autograd"

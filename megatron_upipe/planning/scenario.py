@@ -1,0 +1,146 @@
+"""One training run to be simulated: model, ranks, method, policy. Free of torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megatron_upipe.attention.schedule import HeadSchedule, head_schedule
+from megatron_upipe.checks import check_parallelism
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.planning.models import ModelShape
+from megatron_upipe.planning.states import SHARDINGS, States, states
+
+AUTHORS = "authors"
+METHODS = ("ring", "ulysses", "usp", "upipe", AUTHORS)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``ulysses`` None: the context-parallel ranks that ``ring`` leaves."""
+
+    model: ModelShape
+    gpus: int
+    tokens: int
+    method: str = "upipe"
+    gpus_per_node: int = 8
+    tensor_parallel: int = 1
+    pipeline: int = 1
+    ulysses: int | None = None
+    ring: int = 1
+    heads_per_stage: int | None = None
+    keep_attention: int | None = None
+    offload: str = "host"
+    prefetch: str = "off"
+    checkpoint_every: int = 1
+    mlp_tile_tokens: int = 4096
+    loss_tile_tokens: int = 1024
+    attention_backend: str = "flash-attn-3"
+    sharding: str = "megatron-fsdp"
+    optimizer_on_host: bool = False
+
+    @property
+    def context_parallel(self) -> int:
+        return self.gpus // self.tensor_parallel // self.pipeline
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """P and R of the method."""
+        if self.method == "ring":
+            return 1, self.context_parallel
+        return (self.ulysses or self.context_parallel // self.ring), self.ring
+
+    @property
+    def local_tokens(self) -> int:
+        """s."""
+        return self.tokens // self.context_parallel
+
+    @property
+    def schedule(self) -> HeadSchedule:
+        tp, model = self.tensor_parallel, self.model
+        return head_schedule(model.heads // tp, model.kv_heads // tp, self.sizes[0], self._heads_per_stage)
+
+    @property
+    def _heads_per_stage(self) -> int | None:
+        return {"upipe": self.heads_per_stage, AUTHORS: None}.get(self.method, self.model.heads // self.tensor_parallel)
+
+    @property
+    def ranks_of_node(self) -> int:
+        return min(self.gpus, self.gpus_per_node)
+
+    def kept(self, layers: int) -> int | None:
+        """Of ``layers`` layers, how many keep their attention: the same share as of the model's."""
+        if self.keep_attention is None:
+            return None
+        return round(self.keep_attention * layers / self.model.layers)
+
+    @property
+    def states(self) -> States:
+        return states(
+            self.model,
+            self.sharding,
+            shards=self.context_parallel,
+            tensor_parallel=self.tensor_parallel,
+            pipeline=self.pipeline,
+            optimizer_on_host=self.optimizer_on_host,
+        )
+
+    def check(self) -> None:
+        """Raises UPipeError unless the run is possible, naming the flag and the nearest value that is."""
+        if self.method not in METHODS:
+            raise UPipeError(f"--method {self.method} does not exist; choose {', '.join(METHODS)}")
+        if self.sharding not in SHARDINGS:
+            raise UPipeError(f"--sharding {self.sharding} does not exist; choose {', '.join(SHARDINGS)}")
+        if self.method == AUTHORS and (self.tensor_parallel > 1 or self.model.experts or self.model.qk_norm):
+            raise UPipeError(
+                f"--method {AUTHORS} has no tensor parallelism, experts or QK norm, as the paper's code; the nearest "
+                "model for the paper's 32B is qwen3-32b-no-qk-norm"
+            )
+        if self.pipeline > 1:
+            raise UPipeError(f"--pp {self.pipeline} is not simulated in this version; use 1")
+        ranks = self.tensor_parallel * self.pipeline
+        if self.gpus % ranks:
+            raise UPipeError(
+                f"--gpus {self.gpus} is not a multiple of --tp x --pp = {ranks}; the nearest is "
+                f"{max(1, round(self.gpus / ranks)) * ranks}"
+            )
+        p, r = self.sizes
+        if p * r != self.context_parallel:
+            raise UPipeError(
+                f"--ulysses {p} x --ring {r} is not {self.context_parallel} (GPUs over --tp x --pp); with --ring {r} "
+                f"use --ulysses {max(1, self.context_parallel // r)}"
+            )
+        if self.checkpoint_every > 1 and self.sharding == "megatron-fsdp":
+            raise UPipeError(
+                f"--checkpoint-every {self.checkpoint_every} does not work with --sharding megatron-fsdp; use 1, or "
+                "distributed-optimizer"
+            )
+        check_parallelism(
+            query_heads=self.model.heads,
+            kv_heads=self.model.kv_heads,
+            tensor_parallel_size=self.tensor_parallel,
+            context_parallel_size=self.context_parallel,
+            hierarchical_sizes=[p, r],
+            heads_per_stage=self._heads_per_stage,
+            sequence_length=self.tokens,
+            sequence_parallel=self.tensor_parallel > 1,
+        )
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_tokens(given: str) -> int:
+    """``8M`` is 8 * 2^20, ``128K`` 128 * 2^10. Raises UPipeError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", given.strip().upper())
+    if found is None:
+        raise UPipeError(f"--tokens {given} is not a number of tokens; write 8M, 128K or 131072")
+    return round(float(found[1]) * _UNITS[found[2]])
+
+
+def tokens_text(tokens: int) -> str:
+    """The reverse, short."""
+    for unit in ("G", "M", "K"):
+        if tokens % _UNITS[unit] == 0:
+            return f"{tokens // _UNITS[unit]}{unit}"
+    return str(tokens)

@@ -1,0 +1,262 @@
+"""A training step of the real model code on tensors without data: what is alive, what is sent, how often things run.
+
+Megatron's GPTModel with UPipe's layers runs forward and backward as rank 0 of ranks that do not exist, under torch's
+FakeTensorMode. Attention kernels and norms are stand-ins with the tensors of the GPU kernels (``stand_ins.py``);
+parameters, gradients and optimizer states are counted by formula (``states.py``) and left out of the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_upipe.config import EXACT_ROPE_FROM, RotarySettings, UPipeConfig
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.kernels.protocol import Kernel
+from megatron_upipe.kernels.select import KERNELS
+from megatron_upipe.planning.ledger import Ledger
+from megatron_upipe.planning.scenario import Scenario
+from megatron_upipe.planning.stand_ins import FusedNorm, Runs, SimulatedKernel
+
+SIMULATED_LAYERS = 2
+"""More are the same again: each adds what waits for its backward, and runs once more."""
+
+
+LAYERS, VOCABULARY = "layers", "vocabulary"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of the simulated layers does on a rank, in bytes.
+
+    ``peaks``: of activations, without states, while ``LAYERS`` run and while the embedding or the loss does
+    (``VOCABULARY``); ``at_peak`` by owner. ``host``: of the host store. ``sent`` by kind.
+    """
+
+    layers: int
+    peaks: dict[str, int]
+    at_peak: dict[str, dict[str, int]]
+    host: int
+    sent: dict[str, int]
+    collectives: dict[str, int]
+    attention_forward: int
+    attention_flops: float
+    timeline: tuple[int, ...]
+
+
+def simulate_step(scenario: Scenario, layers: int) -> Step:
+    """Runs ``layers`` layers with embedding and loss. Not to be called where torch.distributed is in use."""
+    with _fake_ranks(scenario) as store, _fake_mode():
+        runs = Runs()
+        model = build_model(scenario, layers, SimulatedKernel(_kernel(scenario), runs))
+        ledger = run_step(model, scenario.local_tokens)
+        return Step(
+            layers=layers,
+            peaks=dict(ledger.peaks),
+            at_peak={phase: dict(owners) for phase, owners in ledger.at_peak.items()},
+            host=store.bytes,
+            sent=dict(ledger.sent),
+            collectives=dict(ledger.collectives),
+            attention_forward=runs.forward,
+            attention_flops=runs.flops,
+            timeline=tuple(ledger.timeline),
+        )
+
+
+def run_step(model: Any, tokens: int) -> Ledger:
+    """Forward and backward of one micro-batch of ``tokens`` = s local tokens, counted without ``model``'s own bytes.
+
+    Collective where the process groups are real.
+    """
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    ledger = Ledger()
+
+    def enter(phase: str) -> None:
+        ledger.phase = phase
+
+    decoder = model.decoder
+    hooks = [
+        # forward into the layers, and backward out of them; forward out, and backward in
+        decoder.register_forward_pre_hook(lambda *_: enter(LAYERS)),
+        decoder.final_layernorm.register_forward_pre_hook(lambda *_: enter(VOCABULARY)),
+        decoder.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: _on_gradient(args, kwargs, lambda: enter(VOCABULARY)), with_kwargs=True
+        ),
+        decoder.final_layernorm.register_forward_pre_hook(
+            lambda _, args: _on_gradient(args, {}, lambda: enter(LAYERS))
+        ),
+    ]
+    ledger.phase = VOCABULARY
+    with ledger:
+        model(ids, ids, None, labels=ids).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    return ledger
+
+
+def _on_gradient(args: tuple, kwargs: dict, call: Callable[[], None]) -> None:
+    """``call`` when the gradient of a module's first input is there."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    hidden.register_hook(lambda gradient: call())
+
+
+@cache
+def _fake_mode() -> FakeTensorMode:
+    """One for all: tensors that some code caches must not meet another."""
+    return FakeTensorMode()
+
+
+@contextmanager
+def _fake_ranks(scenario: Scenario) -> Iterator[Any]:
+    """Megatron's groups as rank 0 has them, the CPU stand-in, and an empty host store."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_upipe.integration import cpu
+    from megatron_upipe.integration.symbols import registry
+    from megatron_upipe.memory.host_store import host_store
+
+    stand_in = not cpu.is_installed()
+    if stand_in:
+        cpu.install(quiet=True)
+    registry.install(_OWNER, replacements())
+    host_store.cache_clear()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=scenario.gpus)
+    try:
+        p, r = scenario.sizes
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=scenario.tensor_parallel,
+            context_parallel_size=p * r,
+            hierarchical_context_parallel_sizes=[p, r],
+            create_gloo_process_groups=False,
+        )
+        model_parallel_cuda_manual_seed(1)
+        yield host_store(torch.device("cpu"))
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        host_store.cache_clear()
+        registry.undo(_OWNER)
+        if stand_in:
+            cpu.uninstall()
+
+
+_OWNER = "simulation"
+
+
+def replacements() -> list[Any]:
+    """What ``build_model`` needs in the place of Megatron's own."""
+    from megatron_upipe.integration import gpt_model
+    from megatron_upipe.integration.symbols import Replacement
+
+    return [
+        *gpt_model.replacements(),
+        Replacement(
+            "megatron.core.tensor_parallel.layers:_grad_accum_fusion_available",
+            lambda original: True,
+            "gradients go to main_grad, as with Apex or TransformerEngine; the linears that need those do not run",
+        ),
+    ]
+
+
+def _kernel(scenario: Scenario) -> Kernel:
+    """Raises UPipeError for a name that no kernel has."""
+    found = [kernel for kernel in KERNELS if kernel.name == scenario.attention_backend]
+    if not found:
+        known = ", ".join(kernel.name for kernel in KERNELS)
+        raise UPipeError(f"--kernel {scenario.attention_backend} does not exist; choose {known}")
+    return found[0]
+
+
+def build_model(scenario: Scenario, layers: int, kernel: Kernel) -> Any:
+    """Megatron's GPTModel with ``layers`` of UPipe's layers, fused norms and ``kernel``, ready for gradients.
+
+    On this rank of the process groups that are set up; its tensors have what the current mode gives them. Weights are
+    not initialised.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_upipe.attention.module import UPipeSelfAttention
+    from megatron_upipe.layer_specs import upipe_layer_spec
+
+    shape, (p, r) = scenario.model, scenario.sizes
+    experts = {}
+    if shape.experts:
+        experts = dict(num_moe_experts=shape.experts, moe_router_topk=shape.experts_per_token)
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        qk_layernorm=shape.qk_norm,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=True,
+        normalization="RMSNorm",
+        transformer_impl="local",
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=scenario.tensor_parallel,
+        sequence_parallel=scenario.tensor_parallel > 1,
+        context_parallel_size=p * r,
+        hierarchical_context_parallel_sizes=[p, r],
+        **experts,
+    )
+    long = scenario.tokens >= EXACT_ROPE_FROM
+    config.upipe = UPipeConfig(
+        heads_per_stage=scenario.schedule.heads_per_stage,
+        rope="exact" if long else "stock",
+        rotary=RotarySettings(base=shape.rope_base),
+        keep_attention=scenario.kept(layers),
+        offload=scenario.offload,
+        prefetch=scenario.prefetch if scenario.offload == "host" else "auto",
+        checkpoint_every=scenario.checkpoint_every,
+        mlp_tile_tokens=scenario.mlp_tile_tokens,
+        loss_tile_tokens=scenario.loss_tile_tokens,
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=upipe_layer_spec,
+        vocab_size=-(-shape.vocabulary // (128 * scenario.tensor_parallel)) * 128 * scenario.tensor_parallel,
+        max_sequence_length=scenario.tokens,
+        position_embedding_type="rope",
+        rotary_base=int(shape.rope_base),
+        share_embeddings_and_output_weights=shape.tied,
+        parallel_output=True,
+    )
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.RMSNorm):
+                setattr(module, name, FusedNorm(child))
+        if isinstance(module, UPipeSelfAttention):
+            module.use_kernel(kernel)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.empty(parameter.shape, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+        parameter.register_post_accumulate_grad_hook(_forget_gradient)
+    return model
+
+
+def _forget_gradient(parameter: torch.Tensor) -> None:
+    """As Megatron's DDP does once it has it in ``main_grad``."""
+    parameter.grad = None

@@ -1,0 +1,213 @@
+"""The simulator against runs on real tensors, and against itself with all layers."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from end_to_end.training import some_slow
+from megatron.core import parallel_state
+
+from megatron_upipe import cli
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.integration.selftest.parity import initialize
+from megatron_upipe.integration.symbols import registry
+from megatron_upipe.kernels.torch_cpu import TorchCpuKernel
+from megatron_upipe.memory.host_store import host_store
+from megatron_upipe.planning.models import PRESETS, ModelShape, find_model
+from megatron_upipe.planning.report import report
+from megatron_upipe.planning.scenario import Scenario, parse_tokens, tokens_text
+from megatron_upipe.planning.simulate import build_model, replacements, run_step, simulate_step
+from megatron_upipe.planning.stand_ins import SimulatedKernel
+from megatron_upipe.planning.states import states
+
+SMALL = ModelShape("small", 4, 64, 8, 4, 16, 96, 500)
+QK_NORM = replace(SMALL, qk_norm=True, tied=True)
+POLICIES = {
+    "upipe, host": dict(),
+    "upipe, device": dict(offload="none"),
+    "upipe, input": dict(keep_attention=0),
+    "upipe, every 2nd": dict(checkpoint_every=2, sharding="ddp", keep_attention=2),
+    "upipe, prefetch": dict(prefetch="on"),
+    "upipe, U 4": dict(heads_per_stage=4, offload="none"),
+    "ulysses": dict(method="ulysses"),
+    "ring": dict(method="ring"),
+    "usp": dict(method="usp", ring=2),
+    "usp, upipe": dict(ring=2, model=QK_NORM),
+}
+
+
+def scenario(gpus=4, **changes):
+    base = dict(model=SMALL, gpus=gpus, tokens=2048, mlp_tile_tokens=96, loss_tile_tokens=64)
+    return Scenario(**{**base, "attention_backend": "torch-cpu", **changes})
+
+
+def _real(rank, changes, layers):
+    """Least peak of eight steps on real ranks (gloo lets go of messages late), and bytes of the host store.
+
+    Attention is the stand-in here, too.
+    """
+    run = scenario(**changes)
+    initialize(*run.sizes, run.tensor_parallel)
+    registry.install("simulation", replacements())
+    host_store.cache_clear()
+    try:
+        peaks = []
+        for _ in range(8):
+            model = build_model(run, layers, SimulatedKernel(TorchCpuKernel()))
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter.data, std=0.02)
+            peaks.append(max(run_step(model, run.local_tokens).peaks.values()))
+        return min(peaks), host_store(torch.device("cpu")).bytes
+    finally:
+        registry.undo("simulation")
+
+
+@pytest.mark.parametrize("name", some_slow(POLICIES, "upipe, input", "upipe, prefetch", "upipe, U 4", "ulysses", "usp"))
+def test_peak_is_that_of_real_ranks(workers, name):
+    step = simulate_step(scenario(**POLICIES[name]), 3)
+    wanted = max(step.peaks.values())
+    for peak, host in workers.run(4, _real, POLICIES[name], 3):
+        assert host == step.host
+        assert abs(peak / wanted - 1) < 0.02, (peak, wanted)
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(offload="none"), dict(offload="none", keep_attention=3)])
+def test_further_layers_add_what_waits(changes):
+    run = scenario(**{**changes, "model": replace(SMALL, layers=6)})
+    whole, found = simulate_step(run, 6), report(run)
+    assert (found.step.layers, found.parts["activations"]) == (2, max(whole.peaks.values()))
+    assert found.sent == pytest.approx(whole.sent, rel=1e-9)
+    assert found.host == (4 * whole.host if run.offload == "host" else 0)
+
+
+def test_runs_and_traffic():
+    """UPipe's exchange: out, and what is projected once a pass; with keep attention runs once."""
+    keep, again = (simulate_step(scenario(keep_attention=k), 3) for k in (None, 0))
+    assert again.attention_forward == 2 * keep.attention_forward and again.attention_flops > keep.attention_flops
+    assert report(scenario(keep_attention=1)).attention_forward_runs == 1.75
+    assert set(keep.sent) == {"exchange"} and set(simulate_step(scenario(method="ring"), 2).sent) == {"ring"}
+
+
+def test_nothing_is_left_behind():
+    simulate_step(scenario(), 2)
+    assert not torch.distributed.is_initialized() and not parallel_state.model_parallel_is_initialized()
+    assert "simulation" not in registry.owners() and host_store(torch.device("cpu")).bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("sharding", "host", "expected"),
+    [
+        ("ddp", False, (2, 4, 12, 0, 0)),
+        ("distributed-optimizer", False, (2, 4, 12 / 8, 0, 0)),
+        ("megatron-fsdp", False, (2 / 8, 4 / 8, 12 / 8, None, 0)),
+        ("megatron-fsdp", True, (2 / 8, 4 / 8, 0, None, 12 / 8)),
+    ],
+)
+def test_states(sharding, host, expected):
+    model = PRESETS["llama3-8b"]
+    found = states(model, sharding, shards=8, tensor_parallel=1, pipeline=1, optimizer_on_host=host)
+    parts = (found.parameters, found.gradients, found.optimizer, found.unsharded_layer, found.host)
+    for part, share in zip(parts, expected, strict=True):
+        if share is not None:
+            assert part / model.parameters == pytest.approx(share, rel=1e-4)
+    assert (found.unsharded_layer > 0) is (sharding == "megatron-fsdp")
+
+
+def test_presets_have_the_parameters_of_their_names():
+    billions = {name: model.parameters / 1e9 for name, model in PRESETS.items()}
+    wanted = {"llama3-8b": 8.03, "llama3-70b": 70.55, "qwen3-32b": 32.76, "mixtral-8x7b": 46.70}
+    for name, size in wanted.items():
+        assert billions[name] == pytest.approx(size, abs=0.01)
+    assert PRESETS["mixtral-8x7b"].active_parameters / 1e9 == pytest.approx(12.75, abs=0.05)
+
+
+def test_hugging_face_config(tmp_path):
+    config = dict(
+        model_type="qwen3",
+        hidden_size=5120,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=25600,
+        vocab_size=151936,
+        rope_theta=1000000,
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert replace(find_model(str(path)), name="qwen3-32b") == PRESETS["qwen3-32b"]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UPipeError, match="has no num_attention_heads"):
+        find_model(str(tmp_path))
+
+
+def test_tokens():
+    assert [parse_tokens(t) for t in ("8M", "128K", "131072", "0.5m")] == [2**23, 2**17, 131072, 2**19]
+    assert [tokens_text(t) for t in (2**23, 2**17, 100)] == ["8M", "128K", "100"]
+    with pytest.raises(UPipeError, match="--tokens many is not a number"):
+        parse_tokens("many")
+
+
+# GiB of a rank, at most; the issue's targets and what the paper's code is said to need
+REACHED = [
+    ("--gpus 8 --ulysses 8 --tokens 5M --keep-attention 12", 51.0, 55.0, 72.0),
+    ("--gpus 16 --ring 2 --tokens 8M --keep-attention 22", 45.5, 46.0, 69.5),
+    ("--gpus 8 --tokens 1M", 25.5, 26.0, None),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "reached", "target", "authors"), REACHED)
+def test_what_was_reached_for_llama3_8b(capsys, flags, reached, target, authors):
+    base = ["simulate", "--model", "llama3-8b", *flags.split()]
+    assert cli.main([*base, "--method", "upipe", "authors", "--json"]) == 0
+    methods = json.loads(capsys.readouterr().out)["methods"]
+    assert methods["upipe"]["device_peak_gib"] <= reached <= target and methods["upipe"]["fits"]
+    if authors is not None:
+        assert methods["authors"]["device_peak_gib"] == pytest.approx(authors, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "lama"], "--model lama is not known; the nearest is llama3-"),
+        (["--gpus", "6", "--tp", "4"], "--gpus 6 is not a multiple of --tp x --pp = 4; the nearest is 8"),
+        (["--ulysses", "3"], "--ulysses 3 x --ring 1 is not 8"),
+        (["--ulysses", "4", "--ring", "4"], "with --ring 4 use --ulysses 2"),
+        (["--gpus", "64"], "the nearest that does is --hierarchical-context-parallel-sizes 32 2"),
+        (["--tokens", "100001"], "--seq-length 100001 is not a multiple of 16"),
+        (["--heads-per-stage", "12"], "--upipe-heads-per-stage 12"),
+        (["--kernel", "fast"], "--kernel fast does not exist; choose flash-attn-3"),
+        (["--checkpoint-every", "2"], "--checkpoint-every 2 does not work with --sharding megatron-fsdp"),
+        (["--pp", "2"], "--pp 2 is not simulated in this version"),
+        (["--timeline", "/nowhere/x.png"], "--timeline /nowhere/x.png is not in an existing folder"),
+    ],
+)
+def test_impossible_requests_are_one_sentence(capsys, flags, message):
+    base = ["simulate", "--model", "llama3-8b", "--gpus", "8", "--tokens", "1M"]
+    assert cli.main([*base, *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") <= 2
+
+
+def test_command(capsys, tmp_path):
+    picture, config = tmp_path / "step.png", tmp_path / "config.json"
+    sizes = dict(hidden_size=512, num_attention_heads=32, num_key_value_heads=8, intermediate_size=1024)
+    config.write_text(json.dumps(dict(**sizes, num_hidden_layers=4, vocab_size=1000)))
+    base = ["simulate", "--model", str(config), "--gpus", "8", "--tokens", "128K"]
+    assert cli.main([*base, "--method", "ulysses", "upipe", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated"] is True and list(found["methods"]) == ["ulysses", "upipe"]
+    for method in found["methods"].values():
+        assert {"device_peak_gib", "host_gib_per_node", "attention_forward_runs", "sent_gib", "assumptions"} <= set(
+            method
+        )
+        assert method["device_peak_gib"] == pytest.approx(sum(method["parts_gib"].values()), abs=0.01)
+        assert method["fits"]
+    assert found["methods"]["upipe"]["device_peak_gib"] < found["methods"]["ulysses"]["device_peak_gib"]
+    assert cli.main([*base, "--gpu-memory", "6.1"]) == cli.main([*base, "--host-memory", "0.1"]) == 1
+    text = capsys.readouterr().out
+    assert text.count("(simulated)") == 2 and "DOES NOT FIT in 6.1 GiB" in text and "and 0.1 GiB of a node" in text
+    pytest.importorskip("matplotlib")
+    assert cli.main([*base, "--timeline", str(picture)]) == 0 and picture.stat().st_size > 10000
