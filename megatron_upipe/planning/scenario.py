@@ -91,10 +91,15 @@ class Scenario:
             raise UPipeError(f"--method {self.method} does not exist; choose {', '.join(METHODS)}")
         if self.sharding not in SHARDINGS:
             raise UPipeError(f"--sharding {self.sharding} does not exist; choose {', '.join(SHARDINGS)}")
-        if self.method == AUTHORS and (self.tensor_parallel > 1 or self.model.experts or self.model.qk_norm):
+        if self.method == AUTHORS and (self.tensor_parallel > 1 or self.model.qk_norm):
             raise UPipeError(
-                f"--method {AUTHORS} has no tensor parallelism, experts or QK norm, as the paper's code; the nearest "
-                "model for the paper's 32B is qwen3-32b-no-qk-norm"
+                f"--method {AUTHORS} has no tensor parallelism and no QK norm, as the paper's code; the nearest model "
+                "for the paper's 32B is qwen3-32b-no-qk-norm"
+            )
+        if self.model.experts:
+            raise UPipeError(
+                f"--model {self.model.name} has experts, whose routing needs data; dense models are simulated, the "
+                "nearest is llama3-8b"
             )
         if self.pipeline > 1:
             raise UPipeError(f"--pp {self.pipeline} is not simulated in this version; use 1")

@@ -8,7 +8,7 @@ parameters, gradients and optimizer states are counted by formula (``states.py``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,8 +29,6 @@ from megatron_upipe.planning.stand_ins import FusedNorm, Runs, SimulatedKernel
 
 SIMULATED_LAYERS = 2
 """More are the same again: each adds what waits for its backward, and runs once more."""
-
-
 LAYERS, VOCABULARY = "layers", "vocabulary"
 
 
@@ -165,6 +163,11 @@ def replacements() -> list[Any]:
             lambda original: True,
             "gradients go to main_grad, as with Apex or TransformerEngine; the linears that need those do not run",
         ),
+        Replacement(
+            "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
+            lambda original: lambda self, name="": nullcontext(),
+            "compares states of generators, which have no data here; nothing is drawn",
+        ),
     ]
 
 
@@ -190,9 +193,6 @@ def build_model(scenario: Scenario, layers: int, kernel: Kernel) -> Any:
     from megatron_upipe.layer_specs import upipe_layer_spec
 
     shape, (p, r) = scenario.model, scenario.sizes
-    experts = {}
-    if shape.experts:
-        experts = dict(num_moe_experts=shape.experts, moe_router_topk=shape.experts_per_token)
     config = TransformerConfig(
         num_layers=layers,
         hidden_size=shape.hidden,
@@ -220,7 +220,6 @@ def build_model(scenario: Scenario, layers: int, kernel: Kernel) -> Any:
         sequence_parallel=scenario.tensor_parallel > 1,
         context_parallel_size=p * r,
         hierarchical_context_parallel_sizes=[p, r],
-        **experts,
     )
     long = scenario.tokens >= EXACT_ROPE_FROM
     config.upipe = UPipeConfig(

@@ -34,6 +34,7 @@ POLICIES = {
     "ring": dict(method="ring"),
     "usp": dict(method="usp", ring=2),
     "usp, upipe": dict(ring=2, model=QK_NORM),
+    "TP 2": dict(tensor_parallel=2, model=QK_NORM),
 }
 
 
@@ -181,6 +182,9 @@ def test_what_was_reached_for_llama3_8b(capsys, flags, reached, target, authors)
         (["--kernel", "fast"], "--kernel fast does not exist; choose flash-attn-3"),
         (["--checkpoint-every", "2"], "--checkpoint-every 2 does not work with --sharding megatron-fsdp"),
         (["--pp", "2"], "--pp 2 is not simulated in this version"),
+        (["--model", "mixtral-8x7b"], "--model mixtral-8x7b has experts, whose routing needs data"),
+        (["--model", "qwen3-32b", "--method", "authors"], "the paper's 32B is qwen3-32b-no-qk-norm"),
+        (["--tp", "2", "--method", "upipe", "authors"], "--method authors has no tensor parallelism"),
         (["--timeline", "/nowhere/x.png"], "--timeline /nowhere/x.png is not in an existing folder"),
     ],
 )
