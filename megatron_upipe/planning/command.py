@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size, with sequence parallelism")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size; 1 only in this version")
     parser.add_argument("--ulysses", type=int, metavar="P", help="default: what --ring leaves")
     parser.add_argument("--ring", type=int, default=1, metavar="R")
     parser.add_argument("--heads-per-stage", type=int, metavar="U", help="of upipe; default P, the least memory")
@@ -98,7 +97,6 @@ def _scenario(args: argparse.Namespace, method: str) -> Scenario:
         method=method,
         gpus_per_node=args.gpus_per_node,
         tensor_parallel=args.tp,
-        pipeline=args.pp,
         ulysses=args.ulysses,
         ring=args.ring,
         heads_per_stage=args.heads_per_stage,

@@ -25,7 +25,6 @@ class Scenario:
     method: str = "upipe"
     gpus_per_node: int = 8
     tensor_parallel: int = 1
-    pipeline: int = 1
     ulysses: int | None = None
     ring: int = 1
     heads_per_stage: int | None = None
@@ -41,7 +40,7 @@ class Scenario:
 
     @property
     def context_parallel(self) -> int:
-        return self.gpus // self.tensor_parallel // self.pipeline
+        return self.gpus // self.tensor_parallel
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -81,7 +80,6 @@ class Scenario:
             self.sharding,
             shards=self.context_parallel,
             tensor_parallel=self.tensor_parallel,
-            pipeline=self.pipeline,
             optimizer_on_host=self.optimizer_on_host,
         )
 
@@ -101,18 +99,15 @@ class Scenario:
                 f"--model {self.model.name} has experts, whose routing needs data; dense models are simulated, the "
                 "nearest is llama3-8b"
             )
-        if self.pipeline > 1:
-            raise UPipeError(f"--pp {self.pipeline} is not simulated in this version; use 1")
-        ranks = self.tensor_parallel * self.pipeline
-        if self.gpus % ranks:
+        if self.gpus % self.tensor_parallel:
+            nearest = max(1, round(self.gpus / self.tensor_parallel)) * self.tensor_parallel
             raise UPipeError(
-                f"--gpus {self.gpus} is not a multiple of --tp x --pp = {ranks}; the nearest is "
-                f"{max(1, round(self.gpus / ranks)) * ranks}"
+                f"--gpus {self.gpus} is not a multiple of --tp {self.tensor_parallel}; the nearest is {nearest}"
             )
         p, r = self.sizes
         if p * r != self.context_parallel:
             raise UPipeError(
-                f"--ulysses {p} x --ring {r} is not {self.context_parallel} (GPUs over --tp x --pp); with --ring {r} "
+                f"--ulysses {p} x --ring {r} is not {self.context_parallel} (GPUs over --tp); with --ring {r} "
                 f"use --ulysses {max(1, self.context_parallel // r)}"
             )
         if self.checkpoint_every > 1 and self.sharding == "megatron-fsdp":

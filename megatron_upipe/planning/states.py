@@ -35,14 +35,9 @@ class States:
         return self.parameters + self.gradients + self.optimizer
 
 
-def states(
-    model: ModelShape, sharding: str, *, shards: int, tensor_parallel: int, pipeline: int, optimizer_on_host: bool
-) -> States:
-    """On the fullest rank, one with a vocabulary; ``shards`` = data x context parallel ranks."""
-    vocabulary = model.vocabulary * model.hidden * (2 - model.tied)
-    layers = -(-model.layers // pipeline) * model.layer_parameters
-    # with a pipeline the embedding and the output layer are on different ranks
-    here = (layers + (vocabulary if pipeline == 1 else vocabulary // (2 - model.tied))) // tensor_parallel
+def states(model: ModelShape, sharding: str, *, shards: int, tensor_parallel: int, optimizer_on_host: bool) -> States:
+    """On a rank; ``shards`` = data x context parallel ranks."""
+    here = model.parameters // tensor_parallel
     parameters = gradients = here
     layer = table = 0
     if sharding == "megatron-fsdp":

@@ -107,7 +107,7 @@ def test_nothing_is_left_behind():
 )
 def test_states(sharding, host, expected):
     model = PRESETS["llama3-8b"]
-    found = states(model, sharding, shards=8, tensor_parallel=1, pipeline=1, optimizer_on_host=host)
+    found = states(model, sharding, shards=8, tensor_parallel=1, optimizer_on_host=host)
     parts = (found.parameters, found.gradients, found.optimizer, found.unsharded_layer, found.host)
     for part, share in zip(parts, expected, strict=True):
         if share is not None:
@@ -173,7 +173,7 @@ def test_what_was_reached_for_llama3_8b(capsys, flags, reached, target, authors)
     ("flags", "message"),
     [
         (["--model", "lama"], "--model lama is not known; the nearest is llama3-"),
-        (["--gpus", "6", "--tp", "4"], "--gpus 6 is not a multiple of --tp x --pp = 4; the nearest is 8"),
+        (["--gpus", "6", "--tp", "4"], "--gpus 6 is not a multiple of --tp 4; the nearest is 8"),
         (["--ulysses", "3"], "--ulysses 3 x --ring 1 is not 8"),
         (["--ulysses", "4", "--ring", "4"], "with --ring 4 use --ulysses 2"),
         (["--gpus", "64"], "the nearest that does is --hierarchical-context-parallel-sizes 32 2"),
@@ -181,7 +181,6 @@ def test_what_was_reached_for_llama3_8b(capsys, flags, reached, target, authors)
         (["--heads-per-stage", "12"], "--upipe-heads-per-stage 12"),
         (["--kernel", "fast"], "--kernel fast does not exist; choose flash-attn-3"),
         (["--checkpoint-every", "2"], "--checkpoint-every 2 does not work with --sharding megatron-fsdp"),
-        (["--pp", "2"], "--pp 2 is not simulated in this version"),
         (["--model", "mixtral-8x7b"], "--model mixtral-8x7b has experts, whose routing needs data"),
         (["--model", "qwen3-32b", "--method", "authors"], "the paper's 32B is qwen3-32b-no-qk-norm"),
         (["--tp", "2", "--method", "upipe", "authors"], "--method authors has no tensor parallelism"),
