@@ -60,10 +60,10 @@ class UPipeConfig:
         _check_choice("--upipe-offload", self.offload, STORES)
         _check_choice("--upipe-fp8-attention", self.fp8_attention, FP8_ATTENTION_MODES)
         _check_choice("--upipe-prefetch", self.prefetch, PREFETCH_MODES)
-        _check_least("--upipe-keep-attention", self.keep_attention, 0)
-        _check_least("--upipe-checkpoint-every", self.checkpoint_every, 1)
-        _check_least("--upipe-mlp-tile-tokens", self.mlp_tile_tokens, 1)
-        _check_least("--upipe-loss-tile-tokens", self.loss_tile_tokens, 0)
+        check_least("--upipe-keep-attention", self.keep_attention, 0)
+        check_least("--upipe-checkpoint-every", self.checkpoint_every, 1)
+        check_least("--upipe-mlp-tile-tokens", self.mlp_tile_tokens, 1)
+        check_least("--upipe-loss-tile-tokens", self.loss_tile_tokens, 0)
         _check_choice("--upipe-rope", self.rope, ROPE_MODES)
         if self.rope == "exact" and self.rotary is None:
             raise UPipeError("--upipe-rope exact needs the rotary settings; set UPipeConfig.rotary, or use stock")
@@ -97,7 +97,8 @@ def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
         raise UPipeError(f"{flag} {value} does not exist; choose {' or '.join(choices)}")
 
 
-def _check_least(flag: str, value: int | None, least: int) -> None:
+def check_least(flag: str, value: int | None, least: int) -> None:
+    """Raises UPipeError for a value below ``least``; None is no value."""
     if value is not None and value < least:
         raise UPipeError(f"{flag} {value} is too small; the least is {least}")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from megatron_upipe.planning.scenario import Scenario
 
-ATTENTION = ("x", "out", "dout", "dx")
-"""Of H*d or hidden numbers a token, alive in the backward of every stage."""
+HEADS, HIDDEN = ("out", "dout"), ("x", "dx")
+"""Of H*d and of hidden numbers a token, alive in the backward of every stage."""
 STAGE = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dk of the block", "dv of the block")
 RING = 15
 """More tensors of a stage with a ring: dq, dk and dv in fp32, those received, K and V received, a block's own three."""
@@ -28,7 +28,7 @@ def authors_bytes(scenario: Scenario) -> dict[str, float]:
     stage = heads * p / model.heads
     return {
         "states": STATE_BYTES * model.parameters / scenario.gpus,
-        "attention, full size": heads * 2 + hidden * 2,
+        "attention, full size": heads * len(HEADS) + hidden * len(HIDDEN),
         "attention, of a stage": stage * (len(STAGE) + (RING if r > 1 else 0)),
         "rest of the block": hidden * len(BLOCK),
         "gathered layers": LAYER_BYTES * model.layer_parameters,

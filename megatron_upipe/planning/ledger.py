@@ -12,22 +12,20 @@ from torch import Tensor
 
 from megatron_upipe.planning.live_bytes import LiveBytes, tensors_in
 
-# c10d operation -> which argument is sent; the others wait or carry nothing
-_SENT = {"alltoall_base_": 1, "send": 0, "allreduce_": 0, "_allgather_base_": 1, "_reduce_scatter_base_": 1}
-_KINDS = {
-    "alltoall_base_": "exchange",
-    "send": "ring",
-    "allreduce_": "tensor parallel",
-    "_allgather_base_": "tensor parallel",
-    "_reduce_scatter_base_": "tensor parallel",
+# c10d operation -> which of its arguments is sent, and for what; the others wait or carry nothing
+_SENT = {
+    "alltoall_base_": (1, "exchange"),
+    "send": (0, "ring"),
+    "allreduce_": (0, "tensor parallel"),
+    "_allgather_base_": (1, "tensor parallel"),
+    "_reduce_scatter_base_": (1, "tensor parallel"),
 }
 
 
 class Ledger(LiveBytes):
     """``owners`` are bytes by owner; ``peaks`` the largest sums of them in each ``phase``, which others set, and
-    ``at_peak`` what they were then. A storage's owner is the innermost
-    function of this package or Megatron that made it, as ``folder/file.function``; "autograd" where torch's own
-    backward did.
+    ``at_peak`` what they were then. A storage's owner is the innermost function of this package or Megatron that made
+    it, as ``folder/file.function``; "autograd" where torch's own backward did.
 
     Buffers of the host store are left out; the store counts them itself. ``sent`` and ``collectives`` count what this
     rank sends, by kind. ``timeline`` has bytes after every operation that changed them.
@@ -56,8 +54,9 @@ class Ledger(LiveBytes):
     def _count(self, name: str, args: tuple) -> None:
         if name not in _SENT:
             return
-        self.sent[_KINDS[name]] += sum(t.nbytes for t in tensors_in(args[_SENT[name]]))
-        self.collectives[_KINDS[name]] += 1
+        argument, kind = _SENT[name]
+        self.sent[kind] += sum(t.nbytes for t in tensors_in(args[argument]))
+        self.collectives[kind] += 1
 
     def _see(self, tensor: Tensor, size: int) -> None:
         key = tensor.untyped_storage()._cdata

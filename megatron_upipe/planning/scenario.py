@@ -1,4 +1,4 @@
-"""One training run to be simulated: model, ranks, method, policy. Free of torch."""
+"""One training run to be simulated: model, ranks, method, policy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_upipe.attention.schedule import HeadSchedule, head_schedule
 from megatron_upipe.checks import check_parallelism
+from megatron_upipe.config import check_least
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.planning.models import ModelShape
 from megatron_upipe.planning.states import SHARDINGS, States, states
@@ -89,6 +90,15 @@ class Scenario:
             raise UPipeError(f"--method {self.method} does not exist; choose {', '.join(METHODS)}")
         if self.sharding not in SHARDINGS:
             raise UPipeError(f"--sharding {self.sharding} does not exist; choose {', '.join(SHARDINGS)}")
+        for flag, value in (
+            ("--gpus", self.gpus),
+            ("--tokens", self.tokens),
+            ("--gpus-per-node", self.gpus_per_node),
+            ("--tp", self.tensor_parallel),
+            ("--ulysses", self.ulysses),
+            ("--ring", self.ring),
+        ):
+            check_least(flag, value, 1)
         if self.method == AUTHORS and (self.tensor_parallel > 1 or self.model.qk_norm):
             raise UPipeError(
                 f"--method {AUTHORS} has no tensor parallelism and no QK norm, as the paper's code; the nearest model "
@@ -98,6 +108,11 @@ class Scenario:
             raise UPipeError(
                 f"--model {self.model.name} has experts, whose routing needs data; dense models are simulated, the "
                 "nearest is llama3-8b"
+            )
+        if self.keep_attention is not None and self.keep_attention > self.model.layers:
+            raise UPipeError(
+                f"--keep-attention {self.keep_attention} is more than the {self.model.layers} layers; the most is "
+                f"{self.model.layers}"
             )
         if self.gpus % self.tensor_parallel:
             nearest = max(1, round(self.gpus / self.tensor_parallel)) * self.tensor_parallel
