@@ -135,11 +135,6 @@ def _check_memory_flags(args: Namespace) -> None:
             f"--upipe-checkpoint-every {args.upipe_checkpoint_every} is more than the {layers} layers; the most is "
             f"{layers}"
         )
-    if (args.upipe_checkpoint_every or 1) > 1 and args.use_megatron_fsdp:
-        raise UPipeError(
-            f"--upipe-checkpoint-every {args.upipe_checkpoint_every} does not work with --use-megatron-fsdp, which "
-            "gathers a layer's parameters only while that layer runs; use 1"
-        )
     if args.upipe_prefetch is not None and args.upipe_offload != "host":
         raise UPipeError(f"--upipe-prefetch {args.upipe_prefetch} does nothing without --upipe-offload host; add that")
     if not loss_tile_tokens(args):

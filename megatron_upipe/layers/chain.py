@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -18,11 +19,15 @@ from megatron_upipe.memory.host_store import READ_TWICE, Fetch, HostStore, Parke
 
 
 class Steps(Protocol):
-    """The two halves of a layer's forward without autograd. Collective."""
+    """The two halves of a layer's forward without autograd, and ``run`` between the hooks of the layer's module.
+
+    Collective."""
 
     def attend(self, x: Tensor) -> DeviceAttention: ...
 
     def finish(self, x: Tensor, kept: KeptAttention) -> Tensor: ...
+
+    def again(self, run: Callable[[], Tensor], x: Tensor) -> Tensor: ...
 
 
 class _OnDevice:
@@ -89,6 +94,10 @@ class Waiting:
             self.keep_attention(self.steps.attend(x))
         return self._kept
 
+    def output(self, x: Tensor) -> Tensor:
+        """The layer's output from its input ``x``; its attention is kept on the way. Collective."""
+        return self.steps.finish(x, self.attention(x))
+
     def release(self) -> None:
         """Lets go of everything; afterwards ``input`` raises RuntimeError."""
         for held in (self._x, self._kept):
@@ -102,7 +111,7 @@ class Waiting:
         x = missing[-1].previous.input()
         for waiting in reversed(missing):
             before = waiting.previous
-            x = before.steps.finish(x, before.attention(x))
+            x = before.steps.again(partial(before.output, x), x)
             waiting.keep_input(x)
 
     def _without_input(self) -> Iterator[Waiting]:

@@ -38,7 +38,7 @@ class LayerCall:
     ``norm`` is the input norm, with its own parameters or others; ``add_attention`` the output bias and the residual
     connection; ``second_half`` begins a forward pass of norm, MLP and residual connection of [t, b, hidden],
     ``second_half_backward`` its backward from the needs of ``mlp_parameters``. ``tiles`` are those of the second half,
-    ``norm_tiles`` those of the input norm.
+    ``norm_tiles`` those of the input norm. ``again`` runs the layer's forward in backward, as a call of its module.
     """
 
     attention: AttentionCall
@@ -51,6 +51,7 @@ class LayerCall:
     mlp_parameters: tuple[Tensor, ...]
     tiles: Tiles
     norm_tiles: Tiles
+    again: Callable[[Callable[[], Tensor], Tensor], Tensor]
 
     def parameters(self) -> list[Tensor | None]:
         """Inputs of the node, in the order of its gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,7 @@ class UPipeTransformerLayer(TransformerLayer):
         index = self.layer_number - 1
         self.keeps = keeps_attention(self.upipe.keep_attention, config.num_layers, first, layers, index)
         receives = stage > 0 or bool(vp_stage)
+        self._instead: Callable[[], Tensor] | None = None
         self._frees_input = receives and index == first and self.upipe.offload == "host"
 
     def forward(
@@ -70,6 +72,8 @@ class UPipeTransformerLayer(TransformerLayer):
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As Megatron's, [s/TP or s, b, hidden]; collective over the tensor- and context-parallel groups."""
+        if self._instead is not None:
+            return self._instead(), None
         if not self.self_attention.context_parallel:
             others |= dict(context=context, context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
             return super().forward(hidden_states, attention_mask=attention_mask, **others)
@@ -77,11 +81,6 @@ class UPipeTransformerLayer(TransformerLayer):
         inference = others.pop("inference_context", None) or others.pop("inference_params", None)
         others.pop("inference_params", None)
         refuse_arguments(attention_mask, inference, {**others, "context": context, "context_mask": context_mask})
-        if self.upipe.checkpoint_every > 1 and hasattr(self.self_attention.linear_qkv.weight, "__fsdp_param__"):
-            raise UPipeError(
-                f"--upipe-checkpoint-every {self.upipe.checkpoint_every} does not work with Megatron-FSDP, which "
-                "gathers a layer's parameters only while that layer runs; use 1"
-            )
         call = self._call(hidden_states, rotary_pos_emb, padding_mask)
         policy = Policy(
             store=host_store(hidden_states.device) if self.upipe.offload == "host" else None,
@@ -132,7 +131,18 @@ class UPipeTransformerLayer(TransformerLayer):
             mlp_parameters=tuple(mlp_parameters(self)),
             tiles=tiles,
             norm_tiles=norm_tiles,
+            again=self._again,
         )
+
+    def _again(self, run: Callable[[], Tensor], x: Tensor) -> Tensor:
+        """``run`` in the place of a forward of ``x``, inside ``__call__``: its hooks bring the parameters there."""
+        self._instead = run
+        try:
+            with torch.no_grad():
+                y, _ = self(x)
+        finally:
+            self._instead = None
+        return y
 
     def _forward_experts(self, padding_mask: Tensor | None, hidden: Tensor) -> Tensor:
         """Megatron's own second half; in backward, too, in the precision that Megatron's block gives its layers."""

@@ -125,11 +125,6 @@ class Scenario:
                 f"--ulysses {p} x --ring {r} is not {self.context_parallel} (GPUs over --tp); with --ring {r} "
                 f"use --ulysses {max(1, self.context_parallel // r)}"
             )
-        if self.checkpoint_every > 1 and self.sharding == "megatron-fsdp":
-            raise UPipeError(
-                f"--checkpoint-every {self.checkpoint_every} does not work with --sharding megatron-fsdp; use 1, or "
-                "distributed-optimizer"
-            )
         check_parallelism(
             query_heads=self.model.heads,
             kv_heads=self.model.kv_heads,

@@ -102,9 +102,10 @@ def run_step(model: Any, tokens: int) -> Ledger:
 
 
 def _on_gradient(args: tuple, kwargs: dict, call: Callable[[], None]) -> None:
-    """``call`` when the gradient of a module's first input is there."""
+    """``call`` when the gradient of a module's first input is there; none comes where backward runs the module again."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    hidden.register_hook(lambda gradient: call())
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: call())
 
 
 @cache

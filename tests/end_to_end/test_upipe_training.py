@@ -111,7 +111,10 @@ FSDP_LAYOUTS = {
     "2 ranks": (2, [*CP2, "--upipe-offload", "host", "--upipe-keep-attention", "1", "--upipe-mlp-tile-tokens", "9"]),
     "2 ranks, overlapped": (2, [*CP2, "--overlap-grad-reduce", "--overlap-param-gather"]),
     "context 2 x data 2": (4, CP2),
-    "context 2 x data 2, overlapped": (4, [*CP2, "--overlap-grad-reduce", "--overlap-param-gather"]),
+    "context 2 x data 2, overlapped, every 2nd input": (
+        4,
+        [*CP2, "--overlap-grad-reduce", "--overlap-param-gather", "--upipe-checkpoint-every", "2"],
+    ),
 }
 
 

@@ -50,10 +50,6 @@ def parse(*argv):
         ([*CP2, "--upipe-checkpoint-every", "5"], "--upipe-checkpoint-every 5 is more than the 4 layers; .* is 4"),
         ([*CP2, "--upipe-checkpoint-every", "0"], "--upipe-checkpoint-every 0 is too small; the least is 1"),
         (
-            [*CP2, "--upipe-checkpoint-every", "2", "--use-megatron-fsdp"],
-            "--upipe-checkpoint-every 2 does not work with --use-megatron-fsdp",
-        ),
-        (
             [*CP2, "--upipe-mlp-tile-tokens", "abc"],
             "--upipe-mlp-tile-tokens: abc is not a whole number; the least is 1",
         ),
@@ -86,7 +82,7 @@ def test_refused(argv, message):
         (["--upipe-attention-backend", "reference"], dict(attention_backend="reference")),
         (["--upipe-keep-attention", "4", "--upipe-checkpoint-every", "4"], dict(keep_attention=4, checkpoint_every=4)),
         (["--upipe-keep-attention", "0"], dict(keep_attention=0)),
-        (["--upipe-checkpoint-every", "1", "--use-megatron-fsdp"], UPipeConfig()),
+        (["--upipe-checkpoint-every", "2", "--use-megatron-fsdp"], dict(checkpoint_every=2)),
         (["--upipe-offload", "host", "--upipe-prefetch", "on"], dict(offload="host", prefetch="on")),
         (
             ["--upipe-mlp-tile-tokens", "1", "--upipe-loss-tile-tokens", "7"],
