@@ -102,7 +102,7 @@ def run_step(model: Any, tokens: int) -> Ledger:
 
 
 def _on_gradient(args: tuple, kwargs: dict, call: Callable[[], None]) -> None:
-    """``call`` when the gradient of a module's first input is there; none comes where backward runs the module again."""
+    """``call`` when the gradient of a module's first input is there; where backward runs it again, none comes."""
     hidden = args[0] if args else kwargs["hidden_states"]
     if hidden.requires_grad:
         hidden.register_hook(lambda gradient: call())
