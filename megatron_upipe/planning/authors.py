@@ -8,6 +8,7 @@ backward of attention, with U = P. Counted from their code, in u1, one [s, b, H*
 from __future__ import annotations
 
 from megatron_upipe.planning.scenario import Scenario
+from megatron_upipe.planning.work import Work
 
 HEADS, HIDDEN = ("out", "dout"), ("x", "dx")
 """Of H*d and of hidden numbers a token, alive in the backward of every stage."""
@@ -36,8 +37,20 @@ def authors_bytes(scenario: Scenario) -> dict[str, float]:
     }
 
 
-def authors_sent(scenario: Scenario) -> dict[str, float]:
-    """Bytes that a rank sends in a step: 8 + 8/g u1 exchanged a layer, since q, k and v are exchanged three times."""
-    model, (p, _) = scenario.model, scenario.sizes
-    u1 = 2 * scenario.local_tokens * model.heads * model.head_dim
-    return {"exchange": model.layers * (8 + 8 * model.kv_heads / model.heads) * u1} if p > 1 else {}
+def authors_work(scenario: Scenario) -> Work:
+    """8 + 8/g u1 exchanged a layer, since q, k and v are exchanged three times; the block runs forward twice, q, k and
+    v three times, the MLP three times, too (their tiles recompute)."""
+    model, (p, _), tokens = scenario.model, scenario.sizes, scenario.local_tokens
+    u1 = 2 * tokens * model.heads * model.head_dim
+    attention = model.layers * 2 * tokens * scenario.tokens * model.heads * model.head_dim / 2  # one product
+    matrices = 2 * tokens * model.layers * model.layer_parameters
+    input_bytes = 2 * tokens * model.hidden * (model.layers - 1)
+    return Work(
+        gemm_flops=5 * matrices + 4 * 2 * tokens * model.vocabulary * model.hidden,
+        attention_forward_flops=2 * 2 * attention,
+        attention_backward_flops=5 * attention,
+        sent={"exchange": model.layers * (8 + 8 * model.kv_heads / model.heads) * u1} if p > 1 else {},
+        copied={"to host": input_bytes, "to device": input_bytes},
+        collectives={"exchange": 40 * model.layers} if p > 1 else {},
+        attention_forward_runs=2.0,
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from megatron_upipe.planning.live_bytes import LiveBytes, tensors_in
 
@@ -22,31 +23,44 @@ _SENT = {
 }
 
 
+_FLOPS = flop_registry | {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
+
+
 class Ledger(LiveBytes):
-    """``owners`` are bytes by owner; ``peaks`` the largest sums of them in each ``phase``, which others set, and
-    ``at_peak`` what they were then. A storage's owner is the innermost function of this package or Megatron that made
-    it, as ``folder/file.function``; "autograd" where torch's own backward did.
+    """``owners`` are bytes by owner; ``peaks`` the largest sums of them when an owner made something in a ``phase``,
+    which others set, by (phase, owner), and ``at_peaks`` what they were then. A storage's owner is the innermost
+    function of this package or Megatron that made it, as ``folder/file.function``; "autograd" where torch's own
+    backward did.
 
     Buffers of the host store are left out; the store counts them itself. ``sent`` and ``collectives`` count what this
-    rank sends, by kind. ``timeline`` has bytes after every operation that changed them.
+    rank sends, by kind; ``copied`` bytes "to host" and "to device"; ``gemm_flops`` of matrix products by phase.
+    ``timeline`` has bytes after every operation that changed them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.owners: Counter[str] = Counter()
         self.phase = ""
-        self.peaks: Counter[str] = Counter()
-        self.at_peak: dict[str, dict[str, int]] = {}
+        self.peaks: Counter[tuple[str, str]] = Counter()
+        self.at_peaks: dict[tuple[str, str], dict[str, int]] = {}
+        self.copied: Counter[str] = Counter()
+        self.gemm_flops: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.timeline: list[int] = []
         self._owner_of: dict[int, str] = {}
+        self._on_host: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func.namespace == "c10d":
             self._count(func._schema.name.removeprefix("c10d::"), args)
         before = self.now
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        flops = _FLOPS.get(func._overloadpacket)
+        if flops is not None:
+            self.gemm_flops[self.phase] += flops(*args, **(kwargs or {}), out_val=result)
+        elif func is torch.ops.aten.copy_.default:
+            self._count_copy(*args[:2])
         if self.now != before:
             self.timeline.append(self.now)
         return result
@@ -58,6 +72,11 @@ class Ledger(LiveBytes):
         self.sent[kind] += sum(t.nbytes for t in tensors_in(args[argument]))
         self.collectives[kind] += 1
 
+    def _count_copy(self, target: Tensor, source: Tensor) -> None:
+        to_host, from_host = (t.untyped_storage()._cdata in self._on_host for t in (target, source))
+        if to_host != from_host:
+            self.copied["to host" if to_host else "to device"] += target.nbytes
+
     def _see(self, tensor: Tensor, size: int) -> None:
         key = tensor.untyped_storage()._cdata
         if key in self._alive or not size:
@@ -66,13 +85,15 @@ class Ledger(LiveBytes):
         owner = _maker()
         if owner == HOST_BUFFER:
             super()._see(tensor, 0)
+            self._on_host.add(key)
             return
         super()._see(tensor, size)
         self._owner_of[key] = owner
         self.owners[owner] += size
-        if self.now > self.peaks[self.phase]:
-            self.peaks[self.phase] = self.now
-            self.at_peak[self.phase] = +self.owners
+        maker = self.phase, owner
+        if self.now > self.peaks[maker]:
+            self.peaks[maker] = self.now
+            self.at_peaks[maker] = dict(self.owners)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         before = self.now
@@ -84,6 +105,7 @@ class Ledger(LiveBytes):
     def _forget(self, key: int) -> None:
         _, counted = self._alive[key]
         super()._forget(key)
+        self._on_host.discard(key)
         owner = self._owner_of.pop(key, None)
         if owner is not None:
             self.owners[owner] -= counted

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_upipe.config import keeps_attention
-from megatron_upipe.memory.host_need import chunk_bytes, waiting_bytes
-from megatron_upipe.planning.authors import authors_bytes, authors_sent
+from megatron_upipe.memory.host_need import chunk_bytes, store_bytes, waiting_bytes
+from megatron_upipe.planning.authors import authors_bytes, authors_work
+from megatron_upipe.planning.extrapolate import step_at
 from megatron_upipe.planning.scenario import AUTHORS, Scenario, tokens_text
 from megatron_upipe.planning.simulate import LAYERS, SIMULATED_LAYERS, VOCABULARY, Step, simulate_step
+from megatron_upipe.planning.work import Work, work_of
 
 GIB = 2**30
 
@@ -17,15 +19,13 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Report:
     """Of one method. ``parts`` are the device peak's bytes on a rank, ``alive`` those of the activations by owner,
-    ``host`` bytes of all ranks of a node, ``sent`` what a rank sends in a step, by kind."""
+    ``host`` bytes of all ranks of a node, ``work`` what a rank does in a step."""
 
     scenario: Scenario
     parts: dict[str, float]
     alive: dict[str, float]
     host: float
-    sent: dict[str, float]
-    attention_forward_runs: float
-    attention_flops: float
+    work: Work
     assumptions: tuple[str, ...]
     step: Step | None = None
 
@@ -33,64 +33,85 @@ class Report:
     def device_peak(self) -> float:
         return sum(self.parts.values())
 
+    def fits(self, device: float, host: float) -> bool:
+        """In ``device`` bytes of a GPU and ``host`` bytes of a node."""
+        return self.device_peak <= device and self.host <= host
+
     def as_json(self) -> dict[str, Any]:
+        work = self.work
         return {
             "device_peak_gib": _gib(self.device_peak),
             "host_gib_per_node": _gib(self.host),
-            "attention_forward_runs": self.attention_forward_runs,
-            "sent_gib": {kind: _gib(size) for kind, size in self.sent.items()},
-            "collectives": self._collectives(),
-            "attention_tflops": round(self.attention_flops / 1e12, 3),
+            "attention_forward_runs": work.attention_forward_runs,
+            "sent_gib": {kind: _gib(size) for kind, size in work.sent.items()},
+            "copied_gib": {direction: _gib(size) for direction, size in work.copied.items()},
+            "collectives": work.collectives,
+            "attention_tflops": round(work.attention_flops / 1e12, 3),
+            "gemm_tflops": round(work.gemm_flops / 1e12, 3),
             "parts_gib": {part: _gib(size) for part, size in self.parts.items()},
             "alive_at_peak_gib": {owner: _gib(size) for owner, size in self.alive.items()},
             "assumptions": list(self.assumptions),
         }
 
     def text(self) -> str:
-        s, (p, r) = self.scenario, self.scenario.sizes
+        s, (p, r), work = self.scenario, self.scenario.sizes, self.work
         tp = f" x TP {s.tensor_parallel}" if s.tensor_parallel > 1 else ""
+        pp = f" x PP {s.pipeline_parallel}" if s.pipeline_parallel > 1 else ""
         lines = [
-            f"{s.model.name}, {tokens_text(s.tokens)} tokens on {s.gpus} GPUs, {s.method}: P {p} x R {r}{tp}, "
+            f"{s.model.name}, {tokens_text(s.tokens)} tokens on {s.gpus} GPUs, {s.method}: P {p} x R {r}{tp}{pp}, "
             f"U {s.schedule.heads_per_stage} (simulated)",
             f"  device peak of a rank {_gib(self.device_peak):29.2f} GiB",
         ]
         lines += [f"    {part:40}{_gib(size):8.2f}" for part, size in self.parts.items() if size]
         lines += [f"      {owner:38}{_gib(size):8.2f}" for owner, size in self.alive.items()]
-        sent = ", ".join(f"{kind} {_gib(size):.1f}" for kind, size in self.sent.items())
+        sent = ", ".join(f"{kind} {_gib(size):.1f}" for kind, size in work.sent.items())
+        copied = ", ".join(f"{direction} {_gib(size):.1f}" for direction, size in work.copied.items())
         lines += [
             f"  host memory of a node {_gib(self.host):29.1f} GiB",
-            f"  sent by a rank in a step, GiB: {sent or 'nothing'}",
-            f"  attention runs forward {self.attention_forward_runs:.2f} times in a layer",
+            f"  sent by a rank in a step, GiB: {sent or 'nothing'}; copied: {copied or 'nothing'}",
+            f"  PFLOPs of a rank: attention {work.attention_flops / 1e15:.2f}, other products "
+            f"{work.gemm_flops / 1e15:.2f}; attention runs forward {work.attention_forward_runs:.2f} times in a layer",
         ]
         return "\n".join(lines)
 
-    def _collectives(self) -> dict[str, int]:
-        """Of a step, with all layers."""
-        if self.step is None:
-            return {}
-        return {k: n * self.scenario.model.layers // self.step.layers for k, n in self.step.collectives.items()}
 
+def report(scenario: Scenario, whole: bool = False) -> Report:
+    """Simulates a step of ``scenario``; ``whole``: all its tiles, with a timeline, instead of two short steps.
 
-def report(scenario: Scenario) -> Report:
-    """Simulates a step of ``scenario``. Raises UPipeError where it is not possible."""
+    Raises UPipeError where it is not possible.
+    """
     scenario.check()
-    return _authors(scenario) if scenario.method == AUTHORS else _simulated(scenario)
+    return _authors(scenario) if scenario.method == AUTHORS else _simulated(scenario, whole)
 
 
-def _simulated(scenario: Scenario) -> Report:
-    model, states = scenario.model, scenario.states
-    layers = min(SIMULATED_LAYERS, model.layers)
-    step = simulate_step(scenario, layers)
-    all_waiting, simulated = (_waiting(scenario, count) for count in (model.layers, layers))
+def _simulated(scenario: Scenario, whole: bool) -> Report:
+    model, states, stages = scenario.model, scenario.states, scenario.pipeline_parallel
+    layers = min(SIMULATED_LAYERS, scenario.stage_layers)
+    step = (simulate_step if whole else step_at)(scenario, layers)
+    first, last, simulated = (
+        _waiting(scenario, model.layers, stages),
+        *(_waiting(scenario, count, 1) for count in (model.layers, layers)),
+    )
     on_host = scenario.offload == "host"
-    more = 0 if on_host else all_waiting - simulated
     unsharded = {LAYERS: states.unsharded_layer, VOCABULARY: states.unsharded_vocabulary}
-    phase = max(step.peaks, key=lambda phase: step.peaks[phase] + unsharded[phase])
-    rows = sorted(step.at_peak[phase].items(), key=lambda row: -row[1])
-    alive = {"waiting in further layers": more} if more else {}
-    alive |= {owner: size for owner, size in rows if size > step.peaks[phase] // 1000}
-    kept = model.layers if scenario.keep_attention is None else scenario.keep_attention
-    share = model.layers / layers
+    more = {LAYERS: first - simulated, VOCABULARY: last - simulated} if not on_host else {LAYERS: 0, VOCABULARY: 0}
+    maker = max(step.peaks, key=lambda maker: step.peaks[maker] + unsharded[maker[0]] + more[maker[0]])
+    phase, peak = maker[0], step.peaks[maker]
+    alive = {"waiting in further layers": more[phase]} if more[phase] else {}
+    rows = sorted(step.at_peaks[maker].items(), key=lambda row: -row[1])
+    alive |= {owner: size for owner, size in rows if size > peak // 1000}
+    run = "all their tiles" if whole else "two short lengths, what grows with the tokens is extrapolated"
+    assumptions = [
+        f"simulated: rank 0's real layers on tensors without data, {run}; no GPU was used",
+        f"attention allocates as {scenario.attention_backend} does, workspace included, norms as fused kernels do",
+        f"bf16 parameters, fp32 gradients and Adam, {scenario.sharding}; FSDP gathers one layer and the next",
+        f"{layers} layers are run; the others add what waits for their backward",
+        "not counted: CUDA context, NCCL buffers, fragmentation",
+    ]
+    if stages > 1:
+        assumptions.append(f"{stages} micro-batches, all in flight in the first stage, which decides")
+    if model.experts:
+        assumptions.append("experts: a stand-in that routes all tokens evenly and holds them all at once")
     return Report(
         scenario=scenario,
         parts={
@@ -98,38 +119,24 @@ def _simulated(scenario: Scenario) -> Report:
             "gradients": states.gradients,
             "optimizer": states.optimizer,
             f"unsharded ({phase})": unsharded[phase],
-            "activations": step.peaks[phase] + more,
+            "activations": peak + more[phase],
         },
         alive=alive,
-        host=scenario.ranks_of_node * ((all_waiting if on_host else 0) + states.host),
-        sent={kind: size * share for kind, size in step.sent.items()},
-        attention_forward_runs=1 + (model.layers - kept) / model.layers,
-        attention_flops=step.attention_flops * share,
-        assumptions=(
-            "simulated: rank 0's real layers on tensors without data, one micro-batch; no GPU was used",
-            f"attention allocates as {scenario.attention_backend} does, workspace included, norms as fused kernels do",
-            f"bf16 parameters, fp32 gradients and Adam, {scenario.sharding}; FSDP gathers one layer and the next",
-            f"{layers} layers are run; the others add what waits for their backward",
-            "not counted: CUDA context, NCCL buffers, fragmentation",
-        ),
+        host=scenario.ranks_of_node * ((first if on_host else 0) + states.host),
+        work=work_of(scenario, step),
+        assumptions=tuple(assumptions),
         step=step,
     )
 
 
 def _authors(scenario: Scenario) -> Report:
     model = scenario.model
-    parts = authors_bytes(scenario)
-    inputs = (model.layers - 1) * 2 * scenario.local_tokens * model.hidden
-    tokens, heads = scenario.tokens, model.heads
-    flops = (2 * 2 + 5) * tokens * tokens * heads * model.head_dim * model.layers / scenario.context_parallel
     return Report(
         scenario=scenario,
-        parts=parts,
+        parts=authors_bytes(scenario),
         alive={},
-        host=scenario.ranks_of_node * inputs,
-        sent=authors_sent(scenario),
-        attention_forward_runs=2.0,
-        attention_flops=flops,
+        host=scenario.ranks_of_node * (model.layers - 1) * 2 * scenario.local_tokens * model.hidden,
+        work=authors_work(scenario),
         assumptions=(
             "the paper's code by a list of the tensors that it holds, with one constant fitted on a published peak",
             "16 bytes a parameter, fully sharded; inputs of all layers but the first wait on the host",
@@ -137,9 +144,9 @@ def _authors(scenario: Scenario) -> Report:
     )
 
 
-def _waiting(scenario: Scenario, layers: int) -> int:
-    """Bytes that wait for backward on a rank when ``layers`` layers have run forward."""
-    model, tp = scenario.model, scenario.tensor_parallel
+def _waiting(scenario: Scenario, layers: int, in_flight: int) -> int:
+    """Bytes that wait for backward on a rank of the first pipeline stage of a model of ``layers`` layers."""
+    model, tp, stages = scenario.model, scenario.tensor_parallel, scenario.pipeline_parallel
     one = waiting_bytes(
         tokens=scenario.local_tokens,
         micro_batch=1,
@@ -149,8 +156,10 @@ def _waiting(scenario: Scenario, layers: int) -> int:
         shards=tp,
         itemsize=2,
     )
-    keeps = [keeps_attention(scenario.kept(layers), layers, 0, layers, index) for index in range(layers)]
-    return sum(chunk_bytes(one, keeps, scenario.checkpoint_every))
+    here = layers // stages if layers == model.layers else layers
+    kept = scenario.kept(layers)
+    keeps = [keeps_attention(kept, layers, 0, here, index) for index in range(here)]
+    return store_bytes([chunk_bytes(one, keeps, scenario.checkpoint_every)], [0] * in_flight, in_flight - 1)
 
 
 def _gib(size: float) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_upipe.attention.schedule import HeadSchedule, head_schedule
 from megatron_upipe.checks import check_parallelism
-from megatron_upipe.config import check_least
+from megatron_upipe.config import EXACT_ROPE_FROM, check_least
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.planning.models import ModelShape
 from megatron_upipe.planning.states import SHARDINGS, States, states
@@ -18,7 +18,7 @@ METHODS = ("ring", "ulysses", "usp", "upipe", AUTHORS)
 
 @dataclass(frozen=True)
 class Scenario:
-    """``ulysses`` None: the context-parallel ranks that ``ring`` leaves."""
+    """``ulysses`` None: the context-parallel ranks that ``ring`` leaves; ``rope`` None: by the length."""
 
     model: ModelShape
     gpus: int
@@ -26,6 +26,7 @@ class Scenario:
     method: str = "upipe"
     gpus_per_node: int = 8
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     ulysses: int | None = None
     ring: int = 1
     heads_per_stage: int | None = None
@@ -38,10 +39,25 @@ class Scenario:
     attention_backend: str = "flash-attn-3"
     sharding: str = "megatron-fsdp"
     optimizer_on_host: bool = False
+    rope: str | None = None
+
+    @property
+    def rotary(self) -> str:
+        """Angles as UPipe takes them by default."""
+        return self.rope or ("exact" if self.tokens >= EXACT_ROPE_FROM else "stock")
+
+    def normalised(self) -> Scenario:
+        """Without what a simulated step does not depend on."""
+        return replace(self, gpus_per_node=8, sharding="megatron-fsdp", optimizer_on_host=False)
 
     @property
     def context_parallel(self) -> int:
-        return self.gpus // self.tensor_parallel
+        return self.gpus // (self.tensor_parallel * self.pipeline_parallel)
+
+    @property
+    def stage_layers(self) -> int:
+        """Layers of a pipeline stage."""
+        return self.model.layers // self.pipeline_parallel
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -81,6 +97,7 @@ class Scenario:
             self.sharding,
             shards=self.context_parallel,
             tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
             optimizer_on_host=self.optimizer_on_host,
         )
 
@@ -95,34 +112,38 @@ class Scenario:
             ("--tokens", self.tokens),
             ("--gpus-per-node", self.gpus_per_node),
             ("--tp", self.tensor_parallel),
+            ("--pp", self.pipeline_parallel),
             ("--ulysses", self.ulysses),
             ("--ring", self.ring),
         ):
             check_least(flag, value, 1)
-        if self.method == AUTHORS and (self.tensor_parallel > 1 or self.model.qk_norm):
+        ranks, model = self.tensor_parallel * self.pipeline_parallel, self.model
+        if self.method == AUTHORS and (ranks > 1 or model.qk_norm or model.experts):
             raise UPipeError(
-                f"--method {AUTHORS} has no tensor parallelism and no QK norm, as the paper's code; the nearest model "
-                "for the paper's 32B is qwen3-32b-no-qk-norm"
-            )
-        if self.model.experts:
-            raise UPipeError(
-                f"--model {self.model.name} has experts, whose routing needs data; dense models are simulated, the "
-                "nearest is llama3-8b"
+                f"--method {AUTHORS} has no tensor or pipeline parallelism, QK norm or experts, as the paper's code; "
+                "the nearest model for the paper's 32B is qwen3-32b-no-qk-norm"
             )
         if self.keep_attention is not None and self.keep_attention > self.model.layers:
             raise UPipeError(
                 f"--keep-attention {self.keep_attention} is more than the {self.model.layers} layers; the most is "
                 f"{self.model.layers}"
             )
-        if self.gpus % self.tensor_parallel:
-            nearest = max(1, round(self.gpus / self.tensor_parallel)) * self.tensor_parallel
+        if self.gpus % ranks:
+            pp = f" x --pp {self.pipeline_parallel}" if self.pipeline_parallel > 1 else ""
             raise UPipeError(
-                f"--gpus {self.gpus} is not a multiple of --tp {self.tensor_parallel}; the nearest is {nearest}"
+                f"--gpus {self.gpus} is not a multiple of --tp {self.tensor_parallel}{pp}; the nearest is "
+                f"{max(1, round(self.gpus / ranks)) * ranks}"
+            )
+        if self.model.layers % self.pipeline_parallel:
+            nearest = min(_divisors(self.model.layers), key=lambda pp: abs(pp - self.pipeline_parallel))
+            raise UPipeError(
+                f"--pp {self.pipeline_parallel} does not divide the {self.model.layers} layers of "
+                f"{self.model.name}; the nearest that does is {nearest}"
             )
         p, r = self.sizes
         if p * r != self.context_parallel:
             raise UPipeError(
-                f"--ulysses {p} x --ring {r} is not {self.context_parallel} (GPUs over --tp); with --ring {r} "
+                f"--ulysses {p} x --ring {r} is not {self.context_parallel} (GPUs over --tp and --pp); with --ring {r} "
                 f"use --ulysses {max(1, self.context_parallel // r)}"
             )
         check_parallelism(
@@ -135,6 +156,10 @@ class Scenario:
             sequence_length=self.tokens,
             sequence_parallel=self.tensor_parallel > 1,
         )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}

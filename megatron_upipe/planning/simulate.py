@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_upipe.config import EXACT_ROPE_FROM, RotarySettings, UPipeConfig
+from megatron_upipe.config import RotarySettings, UPipeConfig
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.kernels.select import KERNELS
@@ -36,18 +36,23 @@ LAYERS, VOCABULARY = "layers", "vocabulary"
 class Step:
     """What one step of the simulated layers does on a rank, in bytes.
 
-    ``peaks``: of activations, without states, while ``LAYERS`` run and while the embedding or the loss does
-    (``VOCABULARY``); ``at_peak`` by owner. ``host``: of the host store. ``sent`` by kind.
+    ``peaks``: of activations, without states, by (phase, owner): when an owner made something while ``LAYERS`` ran, or
+    the embedding or the loss (``VOCABULARY``); ``at_peaks`` what was alive then, by owner. ``host``: of the host store.
+    ``sent`` by kind; ``copied`` "to host" and "to device". FLOPs of matrix products by phase, and of
+    attention.
     """
 
     layers: int
-    peaks: dict[str, int]
-    at_peak: dict[str, dict[str, int]]
+    peaks: dict[tuple[str, str], int]
+    at_peaks: dict[tuple[str, str], dict[str, int]]
     host: int
     sent: dict[str, int]
+    copied: dict[str, int]
     collectives: dict[str, int]
+    gemm_flops: dict[str, float]
     attention_forward: int
-    attention_flops: float
+    attention_forward_flops: float
+    attention_backward_flops: float
     timeline: tuple[int, ...]
 
 
@@ -60,12 +65,15 @@ def simulate_step(scenario: Scenario, layers: int) -> Step:
         return Step(
             layers=layers,
             peaks=dict(ledger.peaks),
-            at_peak={phase: dict(owners) for phase, owners in ledger.at_peak.items()},
+            at_peaks=ledger.at_peaks,
             host=store.bytes,
             sent=dict(ledger.sent),
+            copied=dict(ledger.copied),
             collectives=dict(ledger.collectives),
+            gemm_flops=dict(ledger.gemm_flops),
             attention_forward=runs.forward,
-            attention_flops=runs.flops,
+            attention_forward_flops=runs.forward_flops,
+            attention_backward_flops=runs.backward_flops,
             timeline=tuple(ledger.timeline),
         )
 
@@ -222,10 +230,9 @@ def build_model(scenario: Scenario, layers: int, kernel: Kernel) -> Any:
         context_parallel_size=p * r,
         hierarchical_context_parallel_sizes=[p, r],
     )
-    long = scenario.tokens >= EXACT_ROPE_FROM
     config.upipe = UPipeConfig(
         heads_per_stage=scenario.schedule.heads_per_stage,
-        rope="exact" if long else "stock",
+        rope=scenario.rotary,
         rotary=RotarySettings(base=shape.rope_base),
         keep_attention=scenario.kept(layers),
         offload=scenario.offload,

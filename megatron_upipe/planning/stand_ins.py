@@ -18,7 +18,8 @@ class Runs:
     mask."""
 
     forward: int = 0
-    flops: float = 0.0
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,13 @@ class SimulatedKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         self.runs.forward += 1
-        self.runs.flops += 2 * _product_flops(q, k, causal)
+        self.runs.forward_flops += 2 * _product_flops(q, k, causal)
         return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self.runs.flops += 5 * _product_flops(q, k, causal)
+        self.runs.backward_flops += 5 * _product_flops(q, k, causal)
         b, heads, tokens, head_dim = q.shape
         gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         workspace = q.new_empty(self.workspace_bytes(b, heads, tokens, head_dim), dtype=torch.uint8)

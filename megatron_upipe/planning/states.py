@@ -35,14 +35,24 @@ class States:
         return self.parameters + self.gradients + self.optimizer
 
 
-def states(model: ModelShape, sharding: str, *, shards: int, tensor_parallel: int, optimizer_on_host: bool) -> States:
-    """On a rank; ``shards`` = data x context parallel ranks."""
-    here = model.parameters // tensor_parallel
+def states(
+    model: ModelShape,
+    sharding: str,
+    *,
+    shards: int,
+    tensor_parallel: int,
+    optimizer_on_host: bool,
+    pipeline_parallel: int = 1,
+) -> States:
+    """On a rank of the first or last pipeline stage; ``shards`` = data x context parallel ranks."""
+    vocabulary = model.vocabulary * model.hidden
+    tables = vocabulary * (1 if model.tied or pipeline_parallel > 1 else 2)
+    here = (model.layers // pipeline_parallel * model.layer_parameters + model.hidden + tables) // tensor_parallel
     parameters = gradients = here
     layer = table = 0
     if sharding == "megatron-fsdp":
         layer = model.layer_parameters // tensor_parallel * (GATHERED_UNITS * PARAMETER + GRADIENT)
-        table = model.vocabulary * model.hidden // tensor_parallel * (PARAMETER + GRADIENT)
+        table = vocabulary // tensor_parallel * (PARAMETER + GRADIENT)
         parameters = gradients = here // shards
     optimizer = (here if sharding == "ddp" else here // shards) * OPTIMIZER
     return States(

@@ -1,0 +1,63 @@
+"""A step of any length from two short ones.
+
+With tiles of one size everything grows along a line with the tokens of a rank, attention's FLOPs with their square.
+The peak is the largest of many lines: one for each function that makes tensors, in each phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from megatron_upipe.planning.scenario import Scenario
+from megatron_upipe.planning.simulate import Step, simulate_step
+
+SHORT = 2, 4  # in tiles of the MLP; a single one would be another case
+
+
+def step_at(scenario: Scenario, layers: int) -> Step:
+    """``simulate_step`` of the scenario; where that is long, from two short ones, without a timeline."""
+    lengths = [tiles * _unit(scenario) for tiles in SHORT]
+    if scenario.local_tokens <= lengths[-1]:
+        return _step(scenario.normalised(), layers)
+    first, second = (_step(_shortened(scenario, length), layers) for length in lengths)
+    return _line(first, second, (scenario.local_tokens - lengths[0]) / (lengths[1] - lengths[0]), scenario, lengths[1])
+
+
+def _unit(scenario: Scenario) -> int:
+    """Tokens of a rank in whole tiles of the MLP and the loss, and in even shards."""
+    tile = max(scenario.mlp_tile_tokens, scenario.loss_tile_tokens, 2)
+    return -(-tile // 2) * 2
+
+
+def _shortened(scenario: Scenario, length: int) -> Scenario:
+    return replace(scenario.normalised(), tokens=length * scenario.context_parallel, rope=scenario.rotary)
+
+
+@lru_cache
+def _step(scenario: Scenario, layers: int) -> Step:
+    return simulate_step(scenario, layers)
+
+
+def _line(a: Step, b: Step, t: float, scenario: Scenario, short: int) -> Step:
+    """The value at ``t`` of lines that are at ``a`` for 0 and at ``b`` for 1."""
+
+    def numbers(first: Mapping[Any, float], second: Mapping[Any, float]) -> dict[Any, int]:
+        return {key: round(first.get(key, 0) + (second[key] - first.get(key, 0)) * t) for key in second}
+
+    square = (scenario.local_tokens / short) ** 2
+    return replace(
+        b,
+        peaks=numbers(a.peaks, b.peaks),
+        at_peaks={maker: numbers(a.at_peaks.get(maker, {}), owners) for maker, owners in b.at_peaks.items()},
+        host=round(a.host + (b.host - a.host) * t),
+        sent=numbers(a.sent, b.sent),
+        copied=numbers(a.copied, b.copied),
+        collectives=numbers(a.collectives, b.collectives),
+        gemm_flops=numbers(a.gemm_flops, b.gemm_flops),
+        attention_forward_flops=b.attention_forward_flops * square,
+        attention_backward_flops=b.attention_backward_flops * square,
+        timeline=(),
+    )

@@ -1,0 +1,58 @@
+"""What a rank does in one training step: products, attention, bytes sent and copied."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron_upipe.planning.extrapolate import step_at
+from megatron_upipe.planning.scenario import Scenario
+from megatron_upipe.planning.simulate import LAYERS, SIMULATED_LAYERS, VOCABULARY, Step
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of a rank and one micro-batch, recomputation included: FLOPs (attention's half under the causal mask), bytes
+    ``sent`` by kind and ``copied`` "to host" and "to device", ``collectives`` by kind, and how often attention runs
+    forward in a layer on average."""
+
+    gemm_flops: float
+    attention_forward_flops: float
+    attention_backward_flops: float
+    sent: Mapping[str, float]
+    copied: Mapping[str, float]
+    collectives: Mapping[str, int]
+    attention_forward_runs: float
+
+    @property
+    def attention_flops(self) -> float:
+        return self.attention_forward_flops + self.attention_backward_flops
+
+
+def work_of(scenario: Scenario, step: Step) -> Work:
+    """Of all layers of a pipeline stage, from ``step`` of some of them.
+
+    Where only some layers keep attention, from two short steps in which all do and none does.
+    """
+    layers, kept = scenario.stage_layers, scenario.kept(scenario.stage_layers)
+    if kept is None or kept in (0, layers):
+        return _sum([(step, layers)], (2 * layers - (layers if kept is None else kept)) / layers)
+    shares = [(replace(scenario, keep_attention=None), kept), (replace(scenario, keep_attention=0), layers - kept)]
+    steps = [(step_at(one, min(SIMULATED_LAYERS, layers)), count) for one, count in shares]
+    return _sum(steps, (2 * layers - kept) / layers)
+
+
+def _sum(steps: list[tuple[Step, int]], runs: float) -> Work:
+    """Of steps, each counted for a number of layers; embedding and loss once."""
+    sent, copied, collectives = Counter(), Counter(), Counter()
+    gemm = forward = backward = 0.0
+    for step, layers in steps:
+        share = layers / step.layers
+        for total, part in ((sent, step.sent), (copied, step.copied), (collectives, step.collectives)):
+            total.update({kind: round(value * share) for kind, value in part.items()})
+        gemm += step.gemm_flops[LAYERS] * share
+        forward += step.attention_forward_flops * share
+        backward += step.attention_backward_flops * share
+    gemm += steps[0][0].gemm_flops[VOCABULARY]
+    return Work(gemm, forward, backward, dict(sent), dict(copied), dict(collectives), runs)
