@@ -9,6 +9,7 @@ from megatron_upipe import __version__
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.selftest import launch
 from megatron_upipe.planning import command as simulate
+from megatron_upipe.planning import plan_command as plan
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
 
@@ -49,11 +50,18 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     simulate.add_arguments(simulate_parser)
+    plan_parser = commands.add_parser(
+        "plan",
+        help="the longest context that fits, or the fastest configuration for a length, with its flags",
+        description=plan.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_arguments(plan_parser)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     try:
-        if args.command == "simulate":
-            return simulate.main(args)
+        if args.command in ("simulate", "plan"):
+            return (simulate if args.command == "simulate" else plan).main(args)
         return launch.main(args, argv) if args.command == "selftest" else _print_info(args.json)
     except UPipeError as error:
         print(f"megatron-upipe: error: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from megatron_upipe.planning.scenario import Scenario
@@ -21,8 +21,8 @@ def step_at(scenario: Scenario, layers: int) -> Step:
     """``simulate_step`` of the scenario; where that is long, from two short ones, without a timeline."""
     lengths = [tiles * _unit(scenario) for tiles in SHORT]
     if scenario.local_tokens <= lengths[-1]:
-        return _step(scenario.normalised(), layers)
-    first, second = (_step(_shortened(scenario, length), layers) for length in lengths)
+        return _step(scenario.normalised(layers), layers)
+    first, second = (_step(_shortened(scenario.normalised(layers), length), layers) for length in lengths)
     return _line(first, second, (scenario.local_tokens - lengths[0]) / (lengths[1] - lengths[0]), scenario, lengths[1])
 
 
@@ -33,10 +33,10 @@ def _unit(scenario: Scenario) -> int:
 
 
 def _shortened(scenario: Scenario, length: int) -> Scenario:
-    return replace(scenario.normalised(), tokens=length * scenario.context_parallel, rope=scenario.rotary)
+    return replace(scenario, tokens=length * scenario.context_parallel, rope=scenario.rotary)
 
 
-@lru_cache
+@cache
 def _step(scenario: Scenario, layers: int) -> Step:
     return simulate_step(scenario, layers)
 

@@ -52,10 +52,10 @@ class Ledger(LiveBytes):
         self._on_host: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "c10d":
-            self._count(func._schema.name.removeprefix("c10d::"), args)
         before = self.now
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "c10d":
+            self._count(func._schema.name.removeprefix("c10d::"), args)
         flops = _FLOPS.get(func._overloadpacket)
         if flops is not None:
             self.gemm_flops[self.phase] += flops(*args, **(kwargs or {}), out_val=result)

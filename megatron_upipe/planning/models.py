@@ -1,12 +1,10 @@
-"""What a simulation has to know of a model: presets, and HF ``config.json`` files. Free of torch."""
+"""What a simulation has to know of a model: presets. Free of torch."""
 
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_upipe.errors import UPipeError
 
@@ -79,39 +77,18 @@ PRESETS = {
 
 
 def find_model(name: str) -> ModelShape:
-    """A preset by name, or the model of a ``config.json`` by path. Raises UPipeError."""
+    """A preset by name, or the model of a file by path (``model_files.py``). Raises UPipeError."""
+    from megatron_upipe.planning.model_files import from_hugging_face, from_megatron
+
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
     if path.suffix == ".json" or path.is_dir():
-        return _from_hf(path / "config.json" if path.is_dir() else path)
+        return from_hugging_face(path / "config.json" if path.is_dir() else path)
+    if path.is_file():
+        return from_megatron(path)
     near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0)[0]
     raise UPipeError(
-        f"--model {name} is not known; the nearest is {near}, of {', '.join(PRESETS)}, or a Hugging Face config.json"
+        f"--model {name} is not known; the nearest is {near}, of {', '.join(PRESETS)}; or give a Hugging Face "
+        "config.json, or a file with Megatron-LM's flags"
     )
-
-
-def _from_hf(path: Path) -> ModelShape:
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UPipeError(f"--model {path} cannot be read: {error}") from error
-    try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        return ModelShape(
-            name=config.get("model_type", path.parent.name),
-            layers=config["num_hidden_layers"],
-            hidden=hidden,
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            ffn=config.get("moe_intermediate_size") or config["intermediate_size"],
-            vocabulary=config["vocab_size"],
-            rope_base=config.get("rope_theta") or 10000.0,
-            qk_norm="qwen3" in config.get("model_type", ""),
-            experts=config.get("num_local_experts") or config.get("num_experts") or 0,
-            experts_per_token=config.get("num_experts_per_tok") or 0,
-            tied=bool(config.get("tie_word_embeddings")),
-        )
-    except KeyError as error:
-        raise UPipeError(f"--model {path} has no {error.args[0]}; is it the config.json of a decoder?") from error

@@ -11,9 +11,8 @@ from megatron_upipe.planning.authors import authors_bytes, authors_work
 from megatron_upipe.planning.extrapolate import step_at
 from megatron_upipe.planning.scenario import AUTHORS, Scenario, tokens_text
 from megatron_upipe.planning.simulate import LAYERS, SIMULATED_LAYERS, VOCABULARY, Step, simulate_step
+from megatron_upipe.planning.states import GIB
 from megatron_upipe.planning.work import Work, work_of
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,14 @@ class Report:
         lines = [
             f"{s.model.name}, {tokens_text(s.tokens)} tokens on {s.gpus} GPUs, {s.method}: P {p} x R {r}{tp}{pp}, "
             f"U {s.schedule.heads_per_stage} (simulated)",
-            f"  device peak of a rank {_gib(self.device_peak):29.2f} GiB",
+            f"  device peak of a rank {_gib(self.device_peak):45.2f} GiB",
         ]
-        lines += [f"    {part:40}{_gib(size):8.2f}" for part, size in self.parts.items() if size]
-        lines += [f"      {owner:38}{_gib(size):8.2f}" for owner, size in self.alive.items()]
+        lines += [f"    {part:56}{_gib(size):8.2f}" for part, size in self.parts.items() if size]
+        lines += [f"      {owner:54}{_gib(size):8.2f}" for owner, size in self.alive.items()]
         sent = ", ".join(f"{kind} {_gib(size):.1f}" for kind, size in work.sent.items())
         copied = ", ".join(f"{direction} {_gib(size):.1f}" for direction, size in work.copied.items())
         lines += [
-            f"  host memory of a node {_gib(self.host):29.1f} GiB",
+            f"  host memory of a node {_gib(self.host):45.1f} GiB",
             f"  sent by a rank in a step, GiB: {sent or 'nothing'}; copied: {copied or 'nothing'}",
             f"  PFLOPs of a rank: attention {work.attention_flops / 1e15:.2f}, other products "
             f"{work.gemm_flops / 1e15:.2f}; attention runs forward {work.attention_forward_runs:.2f} times in a layer",
@@ -122,11 +121,24 @@ def _simulated(scenario: Scenario, whole: bool) -> Report:
             "activations": peak + more[phase],
         },
         alive=alive,
-        host=scenario.ranks_of_node * ((first if on_host else 0) + states.host),
+        host=host_bytes(scenario),
         work=work_of(scenario, step),
         assumptions=tuple(assumptions),
         step=step,
     )
+
+
+def host_bytes(scenario: Scenario) -> int:
+    """Host memory of a node; without a simulation."""
+    waits = _waiting(scenario, scenario.model.layers, scenario.pipeline_parallel) if scenario.offload == "host" else 0
+    return scenario.ranks_of_node * (waits + scenario.states.host)
+
+
+def least_device_bytes(scenario: Scenario) -> int:
+    """Less than the device peak: states, and what waits there; without a simulation."""
+    on_device = scenario.offload == "none"
+    waits = _waiting(scenario, scenario.model.layers, scenario.pipeline_parallel) if on_device else 0
+    return scenario.states.sharded + waits
 
 
 def _authors(scenario: Scenario) -> Report:

@@ -46,9 +46,20 @@ class Scenario:
         """Angles as UPipe takes them by default."""
         return self.rope or ("exact" if self.tokens >= EXACT_ROPE_FROM else "stock")
 
-    def normalised(self) -> Scenario:
-        """Without what a simulated step does not depend on."""
-        return replace(self, gpus_per_node=8, sharding="megatron-fsdp", optimizer_on_host=False)
+    def normalised(self, layers: int) -> Scenario:
+        """The one scenario for all whose step of ``layers`` simulated layers is the same."""
+        (p, r), total = self.sizes, self.model.layers
+        kept = self.kept(layers)
+        return replace(
+            self,
+            ulysses=p,
+            ring=r,
+            keep_attention=None if kept == layers else kept and kept * total // layers,
+            checkpoint_every=min(self.checkpoint_every, layers),
+            gpus_per_node=8,
+            sharding="megatron-fsdp",
+            optimizer_on_host=False,
+        )
 
     @property
     def context_parallel(self) -> int:
@@ -101,8 +112,8 @@ class Scenario:
             optimizer_on_host=self.optimizer_on_host,
         )
 
-    def check(self) -> None:
-        """Raises UPipeError unless the run is possible, naming the flag and the nearest value that is."""
+    def check_ranks(self) -> None:
+        """All of ``check`` but what depends on P and R."""
         if self.method not in METHODS:
             raise UPipeError(f"--method {self.method} does not exist; choose {', '.join(METHODS)}")
         if self.sharding not in SHARDINGS:
@@ -140,6 +151,10 @@ class Scenario:
                 f"--pp {self.pipeline_parallel} does not divide the {self.model.layers} layers of "
                 f"{self.model.name}; the nearest that does is {nearest}"
             )
+
+    def check(self) -> None:
+        """Raises UPipeError unless the run is possible, naming the flag and the nearest value that is."""
+        self.check_ranks()
         p, r = self.sizes
         if p * r != self.context_parallel:
             raise UPipeError(

@@ -25,7 +25,7 @@ from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.kernels.select import KERNELS
 from megatron_upipe.planning.ledger import Ledger
 from megatron_upipe.planning.scenario import Scenario
-from megatron_upipe.planning.stand_ins import FusedNorm, Runs, SimulatedKernel
+from megatron_upipe.planning.stand_ins import BalancedExperts, FusedNorm, Runs, SimulatedKernel
 
 SIMULATED_LAYERS = 2
 """More are the same again: each adds what waits for its backward, and runs once more."""
@@ -251,6 +251,9 @@ def build_model(scenario: Scenario, layers: int, kernel: Kernel) -> Any:
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
     )
+    if shape.experts:
+        for layer in model.decoder.layers:
+            layer.mlp = BalancedExperts(shape.hidden, shape.ffn, shape.experts, shape.experts_per_token)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.RMSNorm):

@@ -60,6 +60,33 @@ def _product_flops(q: Tensor, k: Tensor, causal: bool) -> float:
     return 2.0 * b * heads * tokens * k.shape[2] * head_dim / (2 if causal else 1)
 
 
+class BalancedExperts(torch.nn.Module):
+    """Experts behind a router that spreads tokens evenly, in the tensors of Megatron's grouped GEMMs without token
+    dropping: as many rows as tokens times experts per token, in order of experts, all at once."""
+
+    def __init__(self, hidden: int, ffn: int, experts: int, per_token: int) -> None:
+        super().__init__()
+        self.per_token = per_token
+        for name, shape in (
+            ("router", (experts, hidden)),
+            ("gate_and_up", (experts, hidden, 2 * ffn)),
+            ("down", (experts, ffn, hidden)),
+        ):
+            setattr(self, name, torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16)))
+
+    def forward(self, x: Tensor, **others: Any) -> tuple[Tensor, None]:
+        from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+        experts = self.router.shape[0]
+        tokens = x.reshape(-1, x.shape[-1])
+        share = (tokens @ self.router.t()).float().softmax(-1)[:, : self.per_token]
+        rows = tokens.repeat(self.per_token, 1).view(experts, -1, x.shape[-1])
+        inner = torch.bmm(rows, self.gate_and_up).flatten(0, 1)
+        inner = weighted_bias_swiglu_impl(inner, None, share.reshape(-1, 1))
+        out = torch.bmm(inner.view(experts, -1, inner.shape[-1]), self.down)
+        return out.view(self.per_token, *tokens.shape).sum(0).view(x.shape), None
+
+
 class FusedNorm(torch.nn.Module):
     """A norm as GPU kernels compute it: keeps its input and one number a row; Megatron's torch norm on a CPU keeps
     several copies in fp32."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_upipe.planning.models import ModelShape
 
 PARAMETER, GRADIENT, OPTIMIZER = 2, 4, 12  # bytes each
+GIB = 2**30
 SHARDINGS = ("ddp", "distributed-optimizer", "megatron-fsdp")
 GATHERED_UNITS = 2  # parameters of the layer that runs, and of the next
 

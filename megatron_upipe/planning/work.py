@@ -33,17 +33,26 @@ class Work:
 def work_of(scenario: Scenario, step: Step) -> Work:
     """Of all layers of a pipeline stage, from ``step`` of some of them.
 
-    Where only some layers keep attention, from two short steps in which all do and none does.
+    Where only some layers keep attention, or every third or fewer their input, from short steps in which all or none
+    do and every first or second does.
     """
-    layers, kept = scenario.stage_layers, scenario.kept(scenario.stage_layers)
-    if kept is None or kept in (0, layers):
-        return _sum([(step, layers)], (2 * layers - (layers if kept is None else kept)) / layers)
-    shares = [(replace(scenario, keep_attention=None), kept), (replace(scenario, keep_attention=0), layers - kept)]
-    steps = [(step_at(one, min(SIMULATED_LAYERS, layers)), count) for one, count in shares]
-    return _sum(steps, (2 * layers - kept) / layers)
+    layers, every = scenario.stage_layers, scenario.checkpoint_every
+    kept = scenario.kept(layers)
+    kept = layers if kept is None else kept
+    runs = (2 * layers - kept) / layers
+    if kept in (0, layers) and every <= SIMULATED_LAYERS:
+        return _sum([(step, layers)], runs)
+    made_again = 2 * (every - 1) / every  # in the simulated pair one of two second halves runs again
+    steps = []
+    for keep, of_keep in ((None, kept), (0, layers - kept)):
+        for pairs, of_pairs in ((1, 1 - made_again), (2, made_again)):
+            if of_keep * of_pairs:
+                one = replace(scenario, keep_attention=keep, checkpoint_every=pairs)
+                steps.append((step_at(one, min(SIMULATED_LAYERS, layers)), of_keep * of_pairs))
+    return _sum(steps, runs)
 
 
-def _sum(steps: list[tuple[Step, int]], runs: float) -> Work:
+def _sum(steps: list[tuple[Step, float]], runs: float) -> Work:
     """Of steps, each counted for a number of layers; embedding and loss once."""
     sent, copied, collectives = Counter(), Counter(), Counter()
     gemm = forward = backward = 0.0

@@ -1,0 +1,95 @@
+"""Models from files: Hugging Face's ``config.json``, and text with Megatron-LM's flags. Free of torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.planning.models import ModelShape
+
+
+def from_hugging_face(path: Path) -> ModelShape:
+    """Of a ``config.json``."""
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UPipeError(f"--model {path} cannot be read: {error}") from error
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return ModelShape(
+            name=config.get("model_type", path.parent.name),
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            ffn=config.get("moe_intermediate_size") or config["intermediate_size"],
+            vocabulary=config["vocab_size"],
+            rope_base=config.get("rope_theta") or 10000.0,
+            qk_norm="qwen3" in config.get("model_type", ""),
+            experts=config.get("num_local_experts") or config.get("num_experts") or 0,
+            experts_per_token=config.get("num_experts_per_tok") or 0,
+            tied=bool(config.get("tie_word_embeddings")),
+        )
+    except KeyError as error:
+        raise UPipeError(f"--model {path} has no {error.args[0]}; is it the config.json of a decoder?") from error
+
+
+def from_megatron(path: Path) -> ModelShape:
+    """Of a file that has Megatron-LM's flags anywhere in it, such as a launch script; the last one of a name counts."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        words = shlex.split(text.replace("\\\n", " ").replace("(", " ").replace(")", " "), comments=True)
+    except (OSError, ValueError) as error:
+        raise UPipeError(f"--model {path} cannot be read: {error}") from error
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag, number in _NUMBERS.items():
+        parser.add_argument(flag, type=number)
+    for flag in _SWITCHES:
+        parser.add_argument(flag, action="store_true")
+    try:
+        args, _ = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UPipeError(f"--model {path}: {error}") from error
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if getattr(args, name) is None:
+            raise UPipeError(f"--model {path} has no --{name.replace('_', '-')}; add it to the file")
+    if not args.swiglu:
+        raise UPipeError(f"--model {path} has no --swiglu; models with a gated MLP are simulated")
+    heads, hidden = args.num_attention_heads, args.hidden_size
+    ffn = (args.num_experts and args.moe_ffn_hidden_size) or args.ffn_hidden_size
+    return ModelShape(
+        name=path.stem,
+        layers=args.num_layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=(args.group_query_attention and args.num_query_groups) or heads,
+        head_dim=args.kv_channels or hidden // heads,
+        ffn=ffn or int(4 * hidden * 2 / 3) // 64 * 64,  # Megatron's default for a gated MLP
+        vocabulary=args.vocab_size,
+        rope_base=args.rotary_base or 10000.0,
+        qk_norm=args.qk_layernorm,
+        experts=args.num_experts or 0,
+        experts_per_token=args.moe_router_topk or 2,
+        tied=not args.untie_embeddings_and_output_weights,
+    )
+
+
+_NUMBERS: dict[str, Any] = {
+    "--num-layers": int,
+    "--hidden-size": int,
+    "--ffn-hidden-size": int,
+    "--num-attention-heads": int,
+    "--num-query-groups": int,
+    "--kv-channels": int,
+    "--vocab-size": int,
+    "--rotary-base": float,
+    "--num-experts": int,
+    "--moe-router-topk": int,
+    "--moe-ffn-hidden-size": int,
+}
+_SWITCHES = ("--group-query-attention", "--qk-layernorm", "--untie-embeddings-and-output-weights", "--swiglu")

@@ -1,0 +1,238 @@
+"""The longest context that fits, and for a length the fastest configuration that does.
+
+Candidates are layouts P x R, heads per stage, what waits where, and how states are sharded. Each is simulated at two
+short lengths (``extrapolate.py``); how long it takes is ``speed.py``'s model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import lcm
+
+from megatron_upipe.attention.schedule import fitting_ulysses_sizes, legal_heads_per_stage
+from megatron_upipe.context.merge import MOST_IN_LOW_PRECISION
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.planning.report import Report, host_bytes, least_device_bytes, report
+from megatron_upipe.planning.scenario import Scenario, tokens_text
+from megatron_upipe.planning.speed import Machine, Time, step_time
+from megatron_upipe.planning.states import GIB
+
+EVERY = (1, 2, 4, 8)
+SMALL_TILES = dict(mlp_tile_tokens=1024, loss_tile_tokens=256)
+QUANTUM = 2**16  # tokens; longest contexts are multiples of it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes for training: of a GPU, less the reserve, and of a node's host memory."""
+
+    device: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration that fits, what it needs and how long a step takes."""
+
+    report: Report
+    time: Time
+
+
+@dataclass(frozen=True)
+class Search:
+    """``base``: model, GPUs, sharding, optimizer, kernel and whatever else is not searched for. ``fixed``: fields of it
+    that the user has chosen. ``say`` is told what is being looked at."""
+
+    base: Scenario
+    fixed: frozenset[str]
+    limits: Limits
+    machine: Machine
+    say: Callable[[str], None]
+
+    def longest(self) -> Scenario:
+        """With the most tokens, a multiple of ``QUANTUM``, in the least memory.
+
+        Raises UPipeError where nothing fits.
+        """
+        for tiles in ({}, SMALL_TILES):  # small ones only where nothing else fits
+            best: Scenario | None = None
+            for layout in self._layouts():
+                for every in reversed(self._values("checkpoint_every", EVERY)):
+                    one = self._least_memory(layout, every, tiles)
+                    found = best.tokens if best else 0
+                    if self._host_limit(one) > found:
+                        self.say(f"{_named(one)}: {tokens_text(found) if found else 'nothing'} so far")
+                        tokens = self._longest_of(one)
+                        best = replace(one, tokens=tokens) if tokens > found else best
+            if best is not None:
+                return best
+        raise UPipeError(self._nothing_fits())
+
+    def fastest(self, tokens: int, layout: Scenario | None = None) -> Choice:
+        """Layouts are taken in the order of their speed, and of those that fit the first; or only ``layout``.
+
+        Raises UPipeError where nothing fits, naming the longest context that does.
+        """
+        layouts = list(self._layouts(tokens)) if layout is None else [layout]
+        for tiles in ({}, SMALL_TILES):
+            found = self._all_that_fit([replace(one, **self._free(tiles)) for one in layouts])
+            if found:
+                best = min(found, key=lambda choice: choice.time.step)
+                return self._prefetching(self._more_heads(best))
+        raise UPipeError(f"--tokens {tokens_text(tokens)} fits in no configuration; {self._nearest()}")
+
+    def _all_that_fit(self, layouts: list[Scenario]) -> list[Choice]:
+        """One for each way of sharding states, and of what waits where."""
+        found: list[Choice] = []
+        for sharding in self._values("sharding", ("distributed-optimizer", "megatron-fsdp")):
+            for offload in self._values("offload", ("none", "host")):
+                for every in self._values("checkpoint_every", EVERY if offload == "host" else EVERY[:1]):
+                    policy = dict(sharding=sharding, offload=offload, checkpoint_every=every, prefetch="off")
+                    choice = self._first_that_fits(layouts, policy)
+                    if choice is None:
+                        continue
+                    found.append(choice)
+                    self.say(f"found {choice.time.step:,.1f} s a step: {_named(choice.report.scenario)}")
+                    if choice.report.work.attention_forward_runs == 1:
+                        break  # keeping fewer inputs gains nothing more
+        return found
+
+    def _nearest(self) -> str:
+        try:
+            return f"the longest context that does is {tokens_text(self.longest().tokens)}"
+        except UPipeError as error:
+            return str(error)
+
+    def _first_that_fits(self, layouts: list[Scenario], policy: dict) -> Choice | None:
+        for layout in layouts:
+            one = replace(layout, **self._free(policy))
+            if self._may_fit(one if "keep_attention" in self.fixed else replace(one, keep_attention=0)):
+                self.say(f"{tokens_text(one.tokens)}: {_named(one)}, {one.offload}, every {one.checkpoint_every}")
+                kept = self._most_kept(one)
+                if kept is not None:
+                    return self._choice(replace(one, keep_attention=kept))
+        return None
+
+    def _choice(self, scenario: Scenario) -> Choice:
+        done = report(scenario)
+        return Choice(done, step_time(scenario, done.work, self.machine))
+
+    def _more_heads(self, best: Choice) -> Choice:
+        """With as many heads per stage as fit, where that is faster."""
+        if "heads_per_stage" in self.fixed:
+            return best
+        scenario = best.report.scenario
+        model, tp = scenario.model, scenario.tensor_parallel
+        for heads in legal_heads_per_stage(model.heads // tp, model.kv_heads // tp, scenario.sizes[0])[1:]:
+            one = replace(scenario, heads_per_stage=heads)
+            self.say(f"{tokens_text(one.tokens)}: {_named(one)}")
+            if not self._fits(one):
+                break
+            best = min(best, self._choice(one), key=lambda choice: choice.time.step)
+        return best
+
+    def _prefetching(self, best: Choice) -> Choice:
+        one = replace(best.report.scenario, prefetch="on")
+        if "prefetch" in self.fixed or one.offload == "none" or not self._fits(one):
+            return best
+        return min(best, self._choice(one), key=lambda choice: choice.time.step)
+
+    def _layouts(self, tokens: int | None = None) -> Iterator[Scenario]:
+        """All P x R that the heads allow, in the order of their speed: within a node first. Of each, U = P, after the
+        least U with which stages are few enough for sums in bf16."""
+        base = self.base if tokens is None else replace(self.base, tokens=tokens)
+        tp, ranks, model = base.tensor_parallel, base.context_parallel, base.model
+        heads = model.heads // tp, model.kv_heads // tp
+        base.check_ranks()
+        sizes = [p for p in fitting_ulysses_sizes(*heads) if ranks % p == 0]
+        if "ulysses" in self.fixed or "ring" in self.fixed:
+            sizes = [base.sizes[0]]
+        sizes.sort(key=lambda p: (p * tp > base.gpus_per_node, -p))
+        for p in sizes:
+            if p == 1 < max(sizes):
+                continue  # a ring alone: slow, and no exchange makes stages small
+            layout = replace(base, ulysses=p, ring=base.ring if "ring" in self.fixed else ranks // p)
+            layout.check()
+            legal = legal_heads_per_stage(*heads, p)
+            few = [u for u in legal if heads[0] // u <= MOST_IN_LOW_PRECISION]
+            for u in self._values("heads_per_stage", tuple(dict.fromkeys([few[0], legal[0]]))):
+                yield replace(layout, heads_per_stage=u)
+
+    def _values(self, name: str, values: tuple) -> list:
+        return [getattr(self.base, name)] if name in self.fixed else list(values)
+
+    def _free(self, changes: dict) -> dict:
+        return {name: value for name, value in changes.items() if name not in self.fixed}
+
+    def _least_memory(self, layout: Scenario, every: int, tiles: dict) -> Scenario:
+        least = dict(offload="host", prefetch="off", keep_attention=0, checkpoint_every=every, **tiles)
+        return replace(layout, **self._free(least))
+
+    def _host_limit(self, scenario: Scenario) -> int:
+        """Tokens whose inputs the host can hold."""
+        fixed = scenario.ranks_of_node * scenario.states.host
+        waits = host_bytes(replace(scenario, tokens=QUANTUM * scenario.gpus)) - fixed
+        room = self.limits.host - fixed
+        return int(room / waits * QUANTUM * scenario.gpus) if waits else 2**62
+
+    def _longest_of(self, scenario: Scenario) -> int:
+        unit = lcm(QUANTUM, 2 * scenario.context_parallel * scenario.tensor_parallel)
+        return unit * _most(lambda units: self._fits(replace(scenario, tokens=units * unit)), least=1)
+
+    def _may_fit(self, scenario: Scenario) -> bool:
+        """Cheap to ask."""
+        return host_bytes(scenario) <= self.limits.host and least_device_bytes(scenario) <= self.limits.device
+
+    def _fits(self, scenario: Scenario) -> bool:
+        return self._may_fit(scenario) and report(scenario).fits(self.limits.device, self.limits.host)
+
+    def _most_kept(self, policy: Scenario) -> int | None:
+        """Layers that keep their attention; None: it does not fit even without."""
+        layers = policy.model.layers
+        if "keep_attention" in self.fixed:
+            kept = layers if policy.keep_attention is None else policy.keep_attention
+            return kept if self._fits(policy) else None
+        by_formula = _most(lambda kept: kept <= layers and self._may_fit(replace(policy, keep_attention=kept)), least=0)
+        if self._fits(replace(policy, keep_attention=by_formula)):
+            return by_formula
+        if not self._fits(replace(policy, keep_attention=0)):
+            return None
+        return _most(lambda kept: kept < by_formula and self._fits(replace(policy, keep_attention=kept)), least=0)
+
+    def _nothing_fits(self) -> str:
+        """Why, and how many GPUs would do, by their states."""
+        base, wanted, tokens = self.base, self.limits.device, QUANTUM
+        layout = next(self._layouts(tokens))
+        needed = report(self._least_memory(layout, EVERY[-1], SMALL_TILES)).device_peak
+        text = (
+            f"--gpus {base.gpus} do not hold {base.model.name}: {tokens_text(tokens)} tokens need "
+            f"{needed / GIB:.1f} GiB of {wanted / GIB:.1f}"
+        )
+        for more in range(1, 8):
+            one = replace(base, gpus=base.gpus * 2**more, ulysses=None, ring=1)
+            if one.states.sharded + one.states.unsharded_layer + (needed - _states(layout)) < wanted:
+                return f"{text}; the nearest that do are --gpus {one.gpus}"
+        return f"{text}; use cards with more memory"
+
+
+def _states(scenario: Scenario) -> int:
+    return scenario.states.sharded + scenario.states.unsharded_layer
+
+
+def _named(scenario: Scenario) -> str:
+    p, r = scenario.sizes
+    return f"P {p} x R {r}, U {scenario.schedule.heads_per_stage}, {scenario.sharding}"
+
+
+def _most(fits: Callable[[int], bool], least: int) -> int:
+    """The largest number that fits where all smaller ones do; 0 if ``least`` does not."""
+    if not fits(least):
+        return 0
+    low, high = least, max(1, 2 * least)
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
