@@ -1,7 +1,7 @@
 """A step of any length from two short ones.
 
 With tiles of one size everything grows along a line with the tokens of a rank, attention's FLOPs with their square.
-The peak is the largest of many lines: one for each function that makes tensors, in each phase.
+The peak is the largest of many lines: one for each chain of calls that makes tensors.
 """
 
 from __future__ import annotations

@@ -26,9 +26,15 @@ _SENT = {
 _FLOPS = flop_registry | {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
 
 
+Calls = tuple[tuple[str, int], ...]
+"""Functions of this package and Megatron with their lines, the innermost first."""
+Maker = tuple[str, Calls]
+"""Phase, and what made something."""
+
+
 class Ledger(LiveBytes):
-    """``owners`` are bytes by owner; ``peaks`` the largest sums of them when an owner made something in a ``phase``,
-    which others set, by (phase, owner), and ``at_peaks`` what they were then. A storage's owner is the innermost
+    """``owners`` are bytes by owner; ``peaks`` the largest sums of them when something was made, by ``phase`` (which
+    others set) and the calls that led there; ``at_peaks`` what they were then. A storage's owner is the innermost
     function of this package or Megatron that made it, as ``folder/file.function``; "autograd" where torch's own
     backward did.
 
@@ -41,8 +47,8 @@ class Ledger(LiveBytes):
         super().__init__()
         self.owners: Counter[str] = Counter()
         self.phase = ""
-        self.peaks: Counter[tuple[str, str]] = Counter()
-        self.at_peaks: dict[tuple[str, str], dict[str, int]] = {}
+        self.peaks: Counter[Maker] = Counter()
+        self.at_peaks: dict[Maker, dict[str, int]] = {}
         self.copied: Counter[str] = Counter()
         self.gemm_flops: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
@@ -82,7 +88,7 @@ class Ledger(LiveBytes):
         if key in self._alive or not size:
             super()._see(tensor, size)
             return
-        owner = _maker()
+        owner, calls = _maker()
         if owner == HOST_BUFFER:
             super()._see(tensor, 0)
             self._on_host.add(key)
@@ -90,7 +96,7 @@ class Ledger(LiveBytes):
         super()._see(tensor, size)
         self._owner_of[key] = owner
         self.owners[owner] += size
-        maker = self.phase, owner
+        maker = self.phase, calls
         if self.now > self.peaks[maker]:
             self.peaks[maker] = self.now
             self.at_peaks[maker] = dict(self.owners)
@@ -116,14 +122,18 @@ _PLANNING = str(Path(__file__).parent)
 _WRAPPERS = str(Path(__file__).parents[1] / "integration" / "cpu")
 
 
-def _maker() -> str:
+def _maker() -> tuple[str, Calls]:
+    """The owner of what is being made, and the calls that led there."""
     frame = sys._getframe(3)
+    owner, calls = None, []
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_PLANNING) and frame.f_code.co_name == "run_step":
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path.startswith(_PLANNING) and name == "run_step":
             break  # torch's backward calls nothing in Python here
         if "megatron" in path and not path.startswith((_PLANNING, _WRAPPERS)):
-            file = Path(path)
-            return f"{file.parent.name}/{file.stem}.{frame.f_code.co_name}"
+            if owner is None:
+                file = Path(path)
+                owner = f"{file.parent.name}/{file.stem}.{name}"
+            calls.append((name, frame.f_lineno))
         frame = frame.f_back
-    return "autograd"
+    return owner or "autograd", tuple(calls)

@@ -74,7 +74,7 @@ def from_megatron(path: Path) -> ModelShape:
         rope_base=args.rotary_base or 10000.0,
         qk_norm=args.qk_layernorm,
         experts=args.num_experts or 0,
-        experts_per_token=args.moe_router_topk or 2,
+        experts_per_token=(args.moe_router_topk or 2) if args.num_experts else 0,
         tied=not args.untie_embeddings_and_output_weights,
     )
 

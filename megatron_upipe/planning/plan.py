@@ -139,8 +139,11 @@ class Search:
         return min(best, self._choice(one), key=lambda choice: choice.time.step)
 
     def _layouts(self, tokens: int | None = None) -> Iterator[Scenario]:
-        """All P x R that the heads allow, in the order of their speed: within a node first. Of each, U = P, after the
-        least U with which stages are few enough for sums in bf16."""
+        """All P x R that the heads allow, in the order of their speed: within a node first.
+
+        U is the least with which stages are few enough for sums in bf16: smaller stages save less than a dx in fp32
+        costs.
+        """
         base = self.base if tokens is None else replace(self.base, tokens=tokens)
         tp, ranks, model = base.tensor_parallel, base.context_parallel, base.model
         heads = model.heads // tp, model.kv_heads // tp
@@ -156,8 +159,7 @@ class Search:
             layout.check()
             legal = legal_heads_per_stage(*heads, p)
             few = [u for u in legal if heads[0] // u <= MOST_IN_LOW_PRECISION]
-            for u in self._values("heads_per_stage", tuple(dict.fromkeys([few[0], legal[0]]))):
-                yield replace(layout, heads_per_stage=u)
+            yield replace(layout, **self._free(dict(heads_per_stage=few[0])))
 
     def _values(self, name: str, values: tuple) -> list:
         return [getattr(self.base, name)] if name in self.fixed else list(values)

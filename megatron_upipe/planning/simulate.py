@@ -23,7 +23,7 @@ from megatron_upipe.config import RotarySettings, UPipeConfig
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.kernels.select import KERNELS
-from megatron_upipe.planning.ledger import Ledger
+from megatron_upipe.planning.ledger import Ledger, Maker
 from megatron_upipe.planning.scenario import Scenario
 from megatron_upipe.planning.stand_ins import BalancedExperts, FusedNorm, Runs, SimulatedKernel
 
@@ -36,15 +36,14 @@ LAYERS, VOCABULARY = "layers", "vocabulary"
 class Step:
     """What one step of the simulated layers does on a rank, in bytes.
 
-    ``peaks``: of activations, without states, by (phase, owner): when an owner made something while ``LAYERS`` ran, or
-    the embedding or the loss (``VOCABULARY``); ``at_peaks`` what was alive then, by owner. ``host``: of the host store.
-    ``sent`` by kind; ``copied`` "to host" and "to device". FLOPs of matrix products by phase, and of
-    attention.
+    ``peaks``: of activations, without states, by phase (``LAYERS``, or the embedding or the loss: ``VOCABULARY``) and
+    calls that made something; ``at_peaks`` what was alive then, by owner. ``host``: of the host store. ``sent`` by
+    kind; ``copied`` "to host" and "to device". FLOPs of matrix products by phase, and of attention.
     """
 
     layers: int
-    peaks: dict[tuple[str, str], int]
-    at_peaks: dict[tuple[str, str], dict[str, int]]
+    peaks: dict[Maker, int]
+    at_peaks: dict[Maker, dict[str, int]]
     host: int
     sent: dict[str, int]
     copied: dict[str, int]

@@ -14,10 +14,18 @@ from megatron_upipe.integration.selftest.parity import initialize
 from megatron_upipe.integration.symbols import registry
 from megatron_upipe.kernels.torch_cpu import TorchCpuKernel
 from megatron_upipe.memory.host_store import host_store
+from megatron_upipe.planning.extrapolate import step_at
 from megatron_upipe.planning.models import PRESETS, ModelShape, find_model
 from megatron_upipe.planning.report import report
 from megatron_upipe.planning.scenario import Scenario, parse_tokens, tokens_text
-from megatron_upipe.planning.simulate import build_model, replacements, run_step, simulate_step
+from megatron_upipe.planning.simulate import (
+    LAYERS,
+    VOCABULARY,
+    build_model,
+    replacements,
+    run_step,
+    simulate_step,
+)
 from megatron_upipe.planning.stand_ins import SimulatedKernel
 from megatron_upipe.planning.states import states
 
@@ -78,21 +86,82 @@ def test_peak_is_that_of_real_ranks(workers, name):
         assert abs(peak / wanted - 1) < 0.02, (peak, wanted)
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(offload="none"), dict(offload="none", keep_attention=3)])
+@pytest.mark.parametrize(
+    "changes", [dict(), dict(offload="none"), dict(offload="none", keep_attention=3), dict(checkpoint_every=3)]
+)
 def test_further_layers_add_what_waits(changes):
     run = scenario(**{**changes, "model": replace(SMALL, layers=6)})
     whole, found = simulate_step(run, 6), report(run)
     assert (found.step.layers, found.parts["activations"]) == (2, max(whole.peaks.values()))
-    assert found.sent == pytest.approx(whole.sent, rel=1e-9)
-    assert found.host == (4 * whole.host if run.offload == "host" else 0)
+    assert found.work.sent == pytest.approx(whole.sent, rel=1e-9)
+    assert found.host == 4 * whole.host
+
+
+LONG = {
+    **{name: changes for name, changes in POLICIES.items() if name != "upipe, U 4"},
+    "uneven": dict(tokens=4 * 1234),
+    "experts": dict(model=replace(SMALL, experts=4, experts_per_token=2), offload="none"),
+}
+
+
+@pytest.mark.parametrize("name", some_slow(LONG, "upipe, input", "upipe, prefetch", "ring", "usp", "ulysses"))
+def test_long_steps_are_extrapolated_to_the_byte(name):
+    run = scenario(**{"tokens": 4 * 1152, **LONG[name]})
+    assert run.local_tokens > 4 * run.mlp_tile_tokens
+    whole, found = simulate_step(run, 2), step_at(run, 2)
+    exact = name != "uneven"  # a last tile that is not full
+    for what in ("sent", "copied", "collectives", "gemm_flops") if exact else ("sent", "copied"):
+        assert getattr(found, what) == pytest.approx(getattr(whole, what), rel=1e-9)
+    assert found.host == whole.host and found.attention_forward_flops == pytest.approx(whole.attention_forward_flops)
+    for phase in (LAYERS, VOCABULARY):
+        peak, wanted = (max(size for (of, _), size in step.peaks.items() if of == phase) for step in (found, whole))
+        assert peak == pytest.approx(wanted, rel=1e-9 if exact else 5e-3)
+    assert (
+        found.at_peaks[max(found.peaks, key=found.peaks.get)] == whole.at_peaks[max(whole.peaks, key=whole.peaks.get)]
+    )
 
 
 def test_runs_and_traffic():
     """UPipe's exchange: out, and what is projected once a pass; with keep attention runs once."""
     keep, again = (simulate_step(scenario(keep_attention=k), 3) for k in (None, 0))
-    assert again.attention_forward == 2 * keep.attention_forward and again.attention_flops > keep.attention_flops
-    assert report(scenario(keep_attention=1)).attention_forward_runs == 1.75
+    assert again.attention_forward == 2 * keep.attention_forward
+    assert again.attention_forward_flops == 2 * keep.attention_forward_flops
+    assert again.attention_backward_flops == keep.attention_backward_flops
     assert set(keep.sent) == {"exchange"} and set(simulate_step(scenario(method="ring"), 2).sent) == {"ring"}
+
+
+@pytest.mark.parametrize("changes", [dict(keep_attention=1), dict(keep_attention=3, checkpoint_every=4)])
+def test_work_of_mixed_layers(changes):
+    """Interpolated between all and none; the whole model has exactly that."""
+    run = scenario(**changes, sharding="ddp")
+    work, whole = report(run).work, simulate_step(run, 4)
+    assert work.attention_forward_runs == 2 - changes["keep_attention"] / 4
+    for what in ("sent", "collectives"):
+        assert getattr(work, what) == pytest.approx(getattr(whole, what), rel=1e-9), what
+    assert work.copied == pytest.approx(whole.copied, rel=1e-9 if run.checkpoint_every == 1 else 0.1)
+    assert work.gemm_flops == pytest.approx(sum(whole.gemm_flops.values()))
+    assert work.attention_forward_flops == pytest.approx(whole.attention_forward_flops)
+    assert work.attention_backward_flops == pytest.approx(whole.attention_backward_flops)
+
+
+def test_products_are_those_of_the_model():
+    """6 FLOPs a token and parameter, and 2 more since all but the MLP's second product runs forward again."""
+    run = scenario(offload="none")
+    layer = 4 * (SMALL.layer_parameters - 2 * SMALL.hidden) - SMALL.ffn * SMALL.hidden
+    wanted = 2 * run.local_tokens * (4 * layer + 4 * 512 * SMALL.hidden)
+    assert report(run).work.gemm_flops == pytest.approx(wanted, rel=1e-9)
+
+
+def test_pipeline_stages():
+    """The first stage holds all micro-batches' share of its layers."""
+    one, two = (report(scenario(gpus=4 * pp, offload="none", pipeline_parallel=pp)) for pp in (1, 2))
+    waiting = 512 * (64 * 2 + 8 * 16 * 2 + 8 * 4)
+    assert two.parts["activations"] - one.parts["activations"] == 0  # two of 2 layers, or one of 4
+    assert one.alive["waiting in further layers"] == 2 * waiting
+    assert two.work.gemm_flops < one.work.gemm_flops
+    assert two.parts["parameters"] < one.parts["parameters"]
+    on_host = [report(scenario(gpus=4 * pp, pipeline_parallel=pp, gpus_per_node=4)).host for pp in (1, 2)]
+    assert on_host == [4 * 4 * waiting] * 2
 
 
 def test_nothing_is_left_behind():
@@ -148,6 +217,33 @@ def test_hugging_face_config(tmp_path):
         find_model(str(tmp_path))
 
 
+def test_file_of_megatron_flags(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        """#!/bin/bash
+# the model
+MODEL_ARGS=(
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32   # heads
+    --group-query-attention --num-query-groups 8 --kv-channels 128 --swiglu
+    --untie-embeddings-and-output-weights --vocab-size 128256 --rotary-base 500000
+)
+torchrun pretrain_gpt.py ${MODEL_ARGS[@]} \\
+    --seq-length 8192 --lr 1e-4
+"""
+    )
+    assert replace(find_model(str(script)), name="llama3-8b") == PRESETS["llama3-8b"]
+    script.write_text("--num-layers 2 --hidden-size 96 --num-attention-heads 4 --vocab-size 100 --swiglu")
+    assert find_model(str(script)) == ModelShape("train", 2, 96, 4, 4, 24, 256, 100, 10000.0, tied=True)
+    for text, message in (
+        ("--num-layers 2 --hidden-size 96", "has no --num-attention-heads"),
+        ("--num-layers 2 --hidden-size 96 --num-attention-heads 4 --vocab-size 100", "has no --swiglu"),
+        ("--num-layers $N", "invalid int value: '\\$N'"),
+    ):
+        script.write_text(text)
+        with pytest.raises(UPipeError, match=message):
+            find_model(str(script))
+
+
 def test_tokens():
     assert [parse_tokens(t) for t in ("8M", "128K", "131072", "0.5m")] == [2**23, 2**17, 131072, 2**19]
     assert [tokens_text(t) for t in (2**23, 2**17, 100)] == ["8M", "128K", "100"]
@@ -188,9 +284,15 @@ def test_what_was_reached_for_llama3_8b(capsys, flags, reached, target, authors)
         (["--ring", "0"], "--ring 0 is too small; the least is 1"),
         (["--keep-attention", "33"], "--keep-attention 33 is more than the 32 layers; the most is 32"),
         (["--kernel", "fast"], "--kernel fast does not exist; choose flash-attn-3"),
-        (["--model", "mixtral-8x7b"], "--model mixtral-8x7b has experts, whose routing needs data"),
+        (
+            ["--pp", "3", "--gpus", "24"],
+            "--pp 3 does not divide the 32 layers of llama3-8b; the nearest that does is 2",
+        ),
+        (["--pp", "3"], "--gpus 8 is not a multiple of --tp 1 x --pp 3; the nearest is 9"),
+        (["--keep-attention", "most"], "--keep-attention most is not a number of layers; give one, or all"),
+        (["--gpu-memory", "6"], "--gpu-memory 6 leaves nothing beside --reserve 6"),
         (["--model", "qwen3-32b", "--method", "authors"], "the paper's 32B is qwen3-32b-no-qk-norm"),
-        (["--tp", "2", "--method", "upipe", "authors"], "--method authors has no tensor parallelism"),
+        (["--tp", "2", "--method", "upipe", "authors"], "--method authors has no tensor or pipeline parallelism"),
         (["--timeline", "/nowhere/x.png"], "--timeline /nowhere/x.png is not in an existing folder"),
     ],
 )
