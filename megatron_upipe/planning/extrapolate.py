@@ -14,7 +14,7 @@ from typing import Any
 from megatron_upipe.planning.scenario import Scenario
 from megatron_upipe.planning.simulate import Step, simulate_step
 
-SHORT = 2, 4  # in tiles of the MLP; a single one would be another case
+SHORT = 2, 3  # in tiles of the MLP; a single one would be another case
 
 
 def step_at(scenario: Scenario, layers: int) -> Step:

@@ -142,7 +142,7 @@ class Search:
         """All P x R that the heads allow, in the order of their speed: within a node first.
 
         U is the least with which stages are few enough for sums in bf16: smaller stages save less than a dx in fp32
-        costs.
+        costs, unless heads are wider than the hidden state.
         """
         base = self.base if tokens is None else replace(self.base, tokens=tokens)
         tp, ranks, model = base.tensor_parallel, base.context_parallel, base.model
@@ -159,7 +159,9 @@ class Search:
             layout.check()
             legal = legal_heads_per_stage(*heads, p)
             few = [u for u in legal if heads[0] // u <= MOST_IN_LOW_PRECISION]
-            yield replace(layout, **self._free(dict(heads_per_stage=few[0])))
+            wide = model.heads * model.head_dim > model.hidden
+            for u in self._values("heads_per_stage", (few[0], legal[0]) if wide and few[0] > legal[0] else (few[0],)):
+                yield replace(layout, heads_per_stage=u)
 
     def _values(self, name: str, values: tuple) -> list:
         return [getattr(self.base, name)] if name in self.fixed else list(values)

@@ -59,9 +59,10 @@ def _sum(steps: list[tuple[Step, float]], runs: float) -> Work:
     for step, layers in steps:
         share = layers / step.layers
         for total, part in ((sent, step.sent), (copied, step.copied), (collectives, step.collectives)):
-            total.update({kind: round(value * share) for kind, value in part.items()})
+            total.update({kind: value * share for kind, value in part.items()})
         gemm += step.gemm_flops[LAYERS] * share
         forward += step.attention_forward_flops * share
         backward += step.attention_backward_flops * share
     gemm += steps[0][0].gemm_flops[VOCABULARY]
-    return Work(gemm, forward, backward, dict(sent), dict(copied), dict(collectives), runs)
+    rounded = [{kind: round(value) for kind, value in total.items()} for total in (sent, copied, collectives)]
+    return Work(gemm, forward, backward, *rounded, runs)
