@@ -20,6 +20,7 @@ from megatron_upipe.planning.states import GIB
 
 EVERY = (1, 2, 4, 8)
 SMALL_TILES = dict(mlp_tile_tokens=1024, loss_tile_tokens=256)
+AS_FAST = 1.01  # what the speed model cannot tell apart
 QUANTUM = 2**16  # tokens; longest contexts are multiples of it
 
 
@@ -78,8 +79,7 @@ class Search:
         for tiles in ({}, SMALL_TILES):
             found = self._all_that_fit([replace(one, **self._free(tiles)) for one in layouts])
             if found:
-                best = min(found, key=lambda choice: choice.time.step)
-                return self._prefetching(self._more_heads(best))
+                return self._prefetching(self._more_heads(_best(found)))
         raise UPipeError(f"--tokens {tokens_text(tokens)} fits in no configuration; {self._nearest()}")
 
     def _all_that_fit(self, layouts: list[Scenario]) -> list[Choice]:
@@ -129,14 +129,14 @@ class Search:
             self.say(f"{tokens_text(one.tokens)}: {_named(one)}")
             if not self._fits(one):
                 break
-            best = min(best, self._choice(one), key=lambda choice: choice.time.step)
+            best = _best([best, self._choice(one)])
         return best
 
     def _prefetching(self, best: Choice) -> Choice:
         one = replace(best.report.scenario, prefetch="on")
         if "prefetch" in self.fixed or one.offload == "none" or not self._fits(one):
             return best
-        return min(best, self._choice(one), key=lambda choice: choice.time.step)
+        return _best([best, self._choice(one)])
 
     def _layouts(self, tokens: int | None = None) -> Iterator[Scenario]:
         """All P x R that the heads allow, in the order of their speed: within a node first.
@@ -227,6 +227,12 @@ def _states(scenario: Scenario) -> int:
 def _named(scenario: Scenario) -> str:
     p, r = scenario.sizes
     return f"P {p} x R {r}, U {scenario.schedule.heads_per_stage}, {scenario.sharding}"
+
+
+def _best(choices: list[Choice]) -> Choice:
+    """The fastest; of those as fast, the one with the least device memory."""
+    slowest = AS_FAST * min(choice.time.step for choice in choices)
+    return min((c for c in choices if c.time.step <= slowest), key=lambda choice: choice.report.device_peak)
 
 
 def _most(fits: Callable[[int], bool], least: int) -> int:
