@@ -32,7 +32,7 @@ class UPipeConfig:
     """Settings of UPipe, the same on all ranks. Set as ``upipe`` on the TransformerConfig."""
 
     heads_per_stage: int | None = None
-    """U: query heads of a stage over the Ulysses group; None means P, the least memory."""
+    """U: query heads of a stage over the Ulysses group; None means P, the smallest stages."""
     attention_backend: str = "auto"
     """Name of a kernel (``kernels/select.py``), or ``auto``: the fastest that serves the inputs."""
     fp8_attention: str = "off"

@@ -85,7 +85,7 @@ class HeadSchedule:
 
 
 def legal_heads_per_stage(query_heads: int, kv_heads: int, ulysses_size: int) -> list[int]:
-    """All U that can be scheduled, rising: P first (least memory), H last (plain Ulysses). Empty if none can."""
+    """All U that can be scheduled, rising: P first (smallest stages), H last (plain Ulysses). Empty if none can."""
     h, k, p = query_heads, kv_heads, ulysses_size
     if h % k or h % p:
         return []

@@ -59,7 +59,7 @@ def add_upipe_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--upipe-heads-per-stage",
         type=int,
         metavar="U",
-        help="query heads of a stage over the Ulysses group: P (the default) needs the least memory, all heads of a "
+        help="query heads of a stage over the Ulysses group: P (the default) makes the smallest, all heads of a "
         "tensor-parallel rank is plain Ulysses; P and R come from --hierarchical-context-parallel-sizes",
     )
     group.add_argument(

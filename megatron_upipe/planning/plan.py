@@ -208,11 +208,17 @@ class Search:
         """Why, and how many GPUs would do, by their states."""
         base, wanted, tokens = self.base, self.limits.device, QUANTUM
         layout = next(self._layouts(tokens))
-        needed = report(self._least_memory(layout, EVERY[-1], SMALL_TILES)).device_peak
+        least = self._least_memory(layout, EVERY[1], SMALL_TILES)
+        needed = report(least).device_peak
         text = (
             f"--gpus {base.gpus} do not hold {base.model.name}: {tokens_text(tokens)} tokens need "
             f"{needed / GIB:.1f} GiB of {wanted / GIB:.1f}"
         )
+        if needed <= wanted:
+            return (
+                f"--host-memory {self.limits.host / GIB:g} is too little for {tokens_text(tokens)} tokens; the least is "
+                f"{host_bytes(least) / GIB:.1f}"
+            )
         for more in range(1, 8):
             one = replace(base, gpus=base.gpus * 2**more, ulysses=None, ring=1)
             if one.states.sharded + one.states.unsharded_layer + (needed - _states(layout)) < wanted:
