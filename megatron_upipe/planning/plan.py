@@ -215,10 +215,8 @@ class Search:
             f"{needed / GIB:.1f} GiB of {wanted / GIB:.1f}"
         )
         if needed <= wanted:
-            return (
-                f"--host-memory {self.limits.host / GIB:g} is too little for {tokens_text(tokens)} tokens; the least is "
-                f"{host_bytes(least) / GIB:.1f}"
-            )
+            given, most = self.limits.host / GIB, host_bytes(least) / GIB
+            return f"--host-memory {given:g} is too little for {tokens_text(tokens)} tokens; the least is {most:.1f}"
         for more in range(1, 8):
             one = replace(base, gpus=base.gpus * 2**more, ulysses=None, ring=1)
             if one.states.sharded + one.states.unsharded_layer + (needed - _states(layout)) < wanted:

@@ -31,6 +31,7 @@ def search(device, host=10**12, fixed=(), **changes):
     return found, said
 
 
+@pytest.mark.slow
 def test_longest_is_longest():
     planner, said = search(96)
     longest = planner.longest()
@@ -39,7 +40,6 @@ def test_longest_is_longest():
         for heads in legal_heads_per_stage(8, 4, p)[:2]:
             more = replace(longest, ulysses=p, ring=4 // p, heads_per_stage=heads, tokens=longest.tokens + QUANTUM)
             assert report(more).device_peak > 96 * MIB
-    assert planner.fastest(longest.tokens, longest).report.fits(96 * MIB, 10**12)
 
 
 def test_longest_within_the_host():
@@ -48,6 +48,8 @@ def test_longest_within_the_host():
     every = search(10**6, host, list(fixed), **fixed)[0].longest()
     assert report(every).host <= host < report(replace(every, tokens=every.tokens + QUANTUM)).host
     fixed["checkpoint_every"] = 1
+    with pytest.raises(UPipeError, match=r"--host-memory 0.00\d+ is too little for 64K tokens; the least is 0"):
+        search(10**6, 2**20, list(fixed), **fixed)[0].longest()
     assert QUANTUM <= search(10**6, host, list(fixed), **fixed)[0].longest().tokens < every.tokens
 
 
@@ -163,24 +165,34 @@ def test_constants(tmp_path):
             Machine.read(str(path))
 
 
-def test_command(capsys, tmp_path):
-    config, picture = tmp_path / "config.json", tmp_path / "lengths.png"
+@pytest.fixture
+def base(tmp_path):
+    config = tmp_path / "config.json"
     sizes = dict(hidden_size=512, num_attention_heads=16, num_key_value_heads=8, intermediate_size=1024)
     config.write_text(json.dumps(dict(**sizes, num_hidden_layers=4, vocab_size=1000)))
-    base = ["plan", "--model", str(config), "--gpus", "8", "--gpu-memory", "2", "--reserve", "1", "--tokens", "256K"]
+    return ["plan", "--model", str(config), "--gpus", "4", "--gpu-memory", "2", "--reserve", "1", "--tokens", "128K"]
+
+
+def test_command(capsys, base):
     assert cli.main([*base, "--json", "--offload", "host"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert found["simulated"] is True and found["tokens"] == 2**18 and found["configuration"]["offload"] == "host"
+    assert found["simulated"] is True and found["tokens"] == 2**17 and found["configuration"]["offload"] == "host"
     assert found["device_peak_gib"] + found["margin_gib"]["device"] == pytest.approx(1, abs=0.01)
     assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()), abs=0.01)
     assert "--upipe-offload" in found["flags"] and " s] " in err
-    pytest.importorskip("matplotlib")
-    assert cli.main([*base, "--plot", str(picture)]) == 0 and picture.stat().st_size > 10000
+    assert cli.main(base) == 0
     text = capsys.readouterr().out
-    assert "train with" in text and "--context-parallel-size 8" in text and "not a measurement" in text
+    assert "train with" in text and "--context-parallel-size 4" in text and "not a measurement" in text
     again = shlex.split(text.rsplit("\n  megatron-upipe ", 1)[1])
     assert cli.main([*again, "--gpu-memory", "2", "--reserve", "1"]) == 0
+
+
+@pytest.mark.slow
+def test_plot(base, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "lengths.png"
+    assert cli.main([*base, "--plot", str(picture)]) == 0 and picture.stat().st_size > 10000
 
 
 @pytest.mark.parametrize(
