@@ -91,6 +91,7 @@ def ring_forward(
             out, lse = block_out.to(accumulation_dtype(q.dtype)), block_lse
         else:
             merge_(out[:, :, block.queries], lse[:, :, block.queries], block_out, block_lse)
+        del block_out, block_lse, k, v  # before the next block's
         if transfer is not None:
             kv = transfer.wait()
     return out.to(q.dtype), lse
@@ -109,30 +110,35 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``ring_forward``, given its out and lse. Collective over the ring.
 
-    Returns dq [b, m, L, d], and dk and dv [b, c, L, d] of this rank's keys and values, owned by the caller. With R > 1
-    dq is in accumulation dtype, and so are dk and dv above 8 ranks; else they are as the kernel returns them.
+    Returns dq [b, m, L, d], and dk and dv [b, c, L, d] of this rank's keys and values, owned by the caller. They are in
+    accumulation dtype where R is above 8; else as the kernel returns them.
     """
     if group is None:
         return kernel.backward(dout, q, *kv.chunk(2, dim=1), out, lse, causal, scale)
-    size, dtype = group.size(), accumulation_dtype(q.dtype)
-    dq = torch.zeros_like(q, dtype=dtype)
-    # one addition a rank; what travels has the precision of K and V if they are few
-    dkv = torch.zeros_like(kv, dtype=kv.dtype if size <= MOST_IN_LOW_PRECISION else dtype)
-    gradients = None
+    size = group.size()
+    # one addition a rank; if they are few, in the precision of what is added
+    dtype = q.dtype if size <= MOST_IN_LOW_PRECISION else accumulation_dtype(q.dtype)
+    dq = gradients = None
     for step in range(size):
         transfer = Transfer(kv, group, _KV_TAG) if step + 1 < size else None
         block = _block(step, group, q.shape[2], causal)
         rows = block.queries
         k, v = kv[:, :, block.keys].chunk(2, dim=1)
-        block_dq, *block_dkv = kernel.backward(
+        block_dq, block_dk, block_dv = kernel.backward(
             dout[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows], block.causal, scale
         )
-        dq[:, :, rows] += block_dq
-        if gradients is not None:
+        if dq is None:  # the first block has all rows
+            dq, dkv = block_dq.to(dtype), torch.cat((block_dk, block_dv), dim=1).to(dtype)
+        else:
+            dq[:, :, rows] += block_dq
             dkv = gradients.wait()
-        for total, part in zip(dkv[:, :, block.keys].chunk(2, dim=1), block_dkv, strict=True):
-            total.add_(part)
+            dk, dv = dkv[:, :, block.keys].chunk(2, dim=1)
+            dk += block_dk
+            dv += block_dv
+            del dk, dv
+        del k, v, block_dq, block_dk, block_dv  # before the next block's
         gradients = Transfer(dkv, group, _GRADIENT_TAG)
+        del dkv
         if transfer is not None:
             kv = transfer.wait()
     return dq, *gradients.wait().chunk(2, dim=1)

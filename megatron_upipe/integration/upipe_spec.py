@@ -161,10 +161,13 @@ def _checked(original: Callable) -> Callable:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
+        from megatron_upipe.integration.fsdp_gradients import share_gradients_early
+
         result = original(*args, **kwargs)
         settings = get_args()
         if wants_upipe(settings):
             check_layers(settings, result[0])
+            share_gradients_early(result[0])
             if settings.upipe_offload == "host":
                 check_host_memory(settings, result[0])
             if settings.context_parallel_size > 1:

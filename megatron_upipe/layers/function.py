@@ -39,6 +39,7 @@ class LayerCall:
     connection; ``second_half`` begins a forward pass of norm, MLP and residual connection of [t, b, hidden],
     ``second_half_backward`` its backward from the needs of ``mlp_parameters``. ``tiles`` are those of the second half,
     ``norm_tiles`` those of the input norm. ``again`` runs the layer's forward in backward, as a call of its module.
+    ``before_backward`` is called with the bytes of the layer's output.
     """
 
     attention: AttentionCall
@@ -52,6 +53,7 @@ class LayerCall:
     tiles: Tiles
     norm_tiles: Tiles
     again: Callable[[Callable[[], Tensor], Tensor], Tensor]
+    before_backward: Callable[[int], None]
 
     def parameters(self) -> list[Tensor | None]:
         """Inputs of the node, in the order of its gradients."""
@@ -207,6 +209,7 @@ class UPipeLayerFunction(torch.autograd.Function):
         call: LayerCall = waiting.steps
         _, _, _, needs_x, *needs = ctx.needs_input_grad
         # the same memory serves for the gradient of the hidden state, if this node alone holds it
+        call.before_backward(dy.nbytes)
         alone = dy.is_contiguous() and _held_alone() == _holders(dy)
         dhidden = dy if alone else dy.clone(memory_format=torch.contiguous_format)
         del dy

@@ -59,6 +59,7 @@ class UPipeTransformerLayer(TransformerLayer):
         index = self.layer_number - 1
         self.keeps = keeps_attention(self.upipe.keep_attention, config.num_layers, first, layers, index)
         receives = stage > 0 or bool(vp_stage)
+        self.before_backward: Callable[[int], None] = lambda size: None
         self._instead: Callable[[], Tensor] | None = None
         self._frees_input = receives and index == first and self.upipe.offload == "host"
 
@@ -73,7 +74,8 @@ class UPipeTransformerLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """As Megatron's, [s/TP or s, b, hidden]; collective over the tensor- and context-parallel groups."""
         if self._instead is not None:
-            return self._instead(), None
+            run, self._instead = self._instead, None
+            return run(), None
         if not self.self_attention.context_parallel:
             others |= dict(context=context, context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
             return super().forward(hidden_states, attention_mask=attention_mask, **others)
@@ -132,6 +134,7 @@ class UPipeTransformerLayer(TransformerLayer):
             tiles=tiles,
             norm_tiles=norm_tiles,
             again=self._again,
+            before_backward=self.before_backward,
         )
 
     def _again(self, run: Callable[[], Tensor], x: Tensor) -> Tensor:
@@ -139,7 +142,7 @@ class UPipeTransformerLayer(TransformerLayer):
         self._instead = run
         try:
             with torch.no_grad():
-                y, _ = self(x)
+                y, _ = self(hidden_states=x)
         finally:
             self._instead = None
         return y

@@ -31,6 +31,12 @@ def waiting_bytes(
     return WaitingBytes(rows // shards * hidden * itemsize, rows * heads * head_dim * itemsize + lse)
 
 
+def gradients_wait(activation: int, parameters: int) -> bool:
+    """Whether a gradient may still be shared out while a layer of ``parameters`` runs backward: time counts for more
+    than memory where the layer's input, of ``activation`` bytes, is smaller than its gradients in fp32."""
+    return activation < 4 * parameters
+
+
 def chunk_bytes(layer: WaitingBytes, keeps: Sequence[bool], checkpoint_every: int) -> tuple[int, int]:
     """What one micro-batch leaves in the host store in a model chunk whose layers keep attention or not as in
     ``keeps``, and what its backward adds at most."""

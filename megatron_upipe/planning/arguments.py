@@ -80,7 +80,7 @@ def tokens_of(args: argparse.Namespace) -> int:
 
 def device_bytes(args: argparse.Namespace) -> float:
     """Of a card, for tensors. Raises UPipeError."""
-    if args.reserve < 0 or args.gpu_memory <= args.reserve:
+    if not 0 <= args.reserve < args.gpu_memory:  # nor not a number
         raise UPipeError(
             f"--gpu-memory {args.gpu_memory:g} leaves nothing beside --reserve {args.reserve:g}; lower that"
         )
@@ -88,6 +88,9 @@ def device_bytes(args: argparse.Namespace) -> float:
 
 
 def host_bytes_of(args: argparse.Namespace) -> float:
+    """Of a node. Raises UPipeError."""
+    if not args.host_memory >= 0:
+        raise UPipeError(f"--host-memory {args.host_memory:g} is not an amount of memory; the least is 0")
     return args.host_memory * GIB
 
 

@@ -49,7 +49,7 @@ def authors_work(scenario: Scenario) -> Work:
         gemm_flops=5 * matrices + 4 * 2 * tokens * model.vocabulary * model.hidden,
         attention_forward_flops=2 * 2 * attention,
         attention_backward_flops=5 * attention,
-        sent={"exchange": model.layers * (8 + 8 * model.kv_heads / model.heads) * u1} if p > 1 else {},
+        sent={"exchange": model.layers * (8 + 8 * model.kv_heads / model.heads) * u1 * (p - 1) / p} if p > 1 else {},
         copied={"to host": input_bytes, "to device": input_bytes},
         collectives={"exchange": 40 * model.layers} if p > 1 else {},
         attention_forward_runs=2.0,

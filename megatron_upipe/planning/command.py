@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Exit status 0; 1 when a method does not fit on the card. Raises UPipeError for impossible requests."""
-    from megatron_upipe.planning.report import report
+    from megatron_upipe.planning.report import most_kept, report
 
     usable, host = arguments.device_bytes(args), arguments.host_bytes_of(args)
     check_folder("--timeline", args.timeline)
@@ -63,6 +63,11 @@ def main(args: argparse.Namespace) -> int:
             reports.append(report(scenario, whole=args.timeline is not None))
         print(f"  {time.monotonic() - started:.0f} s", file=sys.stderr)
     fits = {r.scenario.method: r.fits(usable, host) for r in reports}
+    for r in reports:
+        if not fits[r.scenario.method] and r.host > host:
+            kept = most_kept(r.scenario, host)
+            advice = "--checkpoint-every" if kept is None else f"--keep-attention {kept}"
+            print(f"{r.scenario.method}: the host memory of a node would do with {advice}", file=sys.stderr)
     if args.json:
         methods = {r.scenario.method: {**r.as_json(), "fits": fits[r.scenario.method]} for r in reports}
         head = dict(model=args.model, gpus=args.gpus, tokens=scenarios[0].tokens, simulated=True)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from megatron_upipe.planning.live_bytes import LiveBytes, tensors_in
 
-# c10d operation -> which of its arguments is sent, and for what; the others wait or carry nothing
-_SENT = {
-    "alltoall_base_": (1, "exchange"),
-    "send": (0, "ring"),
-    "allreduce_": (0, "tensor parallel"),
-    "_allgather_base_": (1, "tensor parallel"),
-    "_reduce_scatter_base_": (1, "tensor parallel"),
+# c10d operation -> which of its arguments is sent, the factor on its bytes that leave a rank of n, and for what; the
+# others wait or carry nothing
+_SENT: dict[str, tuple[int, Callable[[int], float], str]] = {
+    "alltoall_base_": (1, lambda n: (n - 1) / n, "exchange"),
+    "send": (0, lambda n: 1, "ring"),
+    "allreduce_": (0, lambda n: 2 * (n - 1) / n, "tensor parallel"),
+    "_allgather_base_": (1, lambda n: n - 1, "tensor parallel"),
+    "_reduce_scatter_base_": (1, lambda n: (n - 1) / n, "tensor parallel"),
 }
 
 
@@ -74,8 +77,10 @@ class Ledger(LiveBytes):
     def _count(self, name: str, args: tuple) -> None:
         if name not in _SENT:
             return
-        argument, kind = _SENT[name]
-        self.sent[kind] += sum(t.nbytes for t in tensors_in(args[argument]))
+        argument, share, kind = _SENT[name]
+        groups = (arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+        ranks = dist.ProcessGroup.unbox(next(groups)).size()
+        self.sent[kind] += sum(t.nbytes for t in tensors_in(args[argument])) * share(ranks)
         self.collectives[kind] += 1
 
     def _count_copy(self, target: Tensor, source: Tensor) -> None:

@@ -18,9 +18,15 @@ def from_hugging_face(path: Path) -> ModelShape:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UPipeError(f"--model {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UPipeError(f"--model {path} is not the config.json of a model")
+    kind = config.get("model_type", "llama")
+    if kind not in _KINDS:
+        raise UPipeError(f"--model {path} is a {kind}; what can be simulated is {', '.join(_KINDS)}")
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        return ModelShape(
+        return _checked(
+            path,
             name=config.get("model_type", path.parent.name),
             layers=config["num_hidden_layers"],
             hidden=hidden,
@@ -30,13 +36,31 @@ def from_hugging_face(path: Path) -> ModelShape:
             ffn=config.get("moe_intermediate_size") or config["intermediate_size"],
             vocabulary=config["vocab_size"],
             rope_base=config.get("rope_theta") or 10000.0,
-            qk_norm="qwen3" in config.get("model_type", ""),
+            qk_norm="qwen3" in kind,
             experts=config.get("num_local_experts") or config.get("num_experts") or 0,
             experts_per_token=config.get("num_experts_per_tok") or 0,
             tied=bool(config.get("tie_word_embeddings")),
         )
     except KeyError as error:
         raise UPipeError(f"--model {path} has no {error.args[0]}; is it the config.json of a decoder?") from error
+    except (TypeError, ZeroDivisionError) as error:
+        raise UPipeError(f"--model {path} has a size that is not a whole number above 0: {error}") from error
+
+
+_KINDS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Decoders of the one architecture that is simulated: RMSNorm, gated MLP, full attention, RoPE."""
+
+
+def _checked(path: Path, **sizes: Any) -> ModelShape:
+    """Raises UPipeError unless sizes are whole numbers above 0 that fit together."""
+    shape = ModelShape(**sizes)
+    for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary"):
+        value = getattr(shape, name)
+        if not isinstance(value, int) or value < 1:
+            raise UPipeError(f"--model {path} has {value!r} for {name}; the least is 1")
+    if shape.heads % shape.kv_heads:
+        raise UPipeError(f"--model {path} has {shape.heads} heads for {shape.kv_heads} KV heads; a multiple is needed")
+    return shape
 
 
 def from_megatron(path: Path) -> ModelShape:
@@ -44,6 +68,8 @@ def from_megatron(path: Path) -> ModelShape:
     try:
         text = path.read_text(encoding="utf-8")
         words = shlex.split(text.replace("\\\n", " ").replace("(", " ").replace(")", " "), comments=True)
+        # flags in a quoted variable are one word
+        words = [part for word in words for part in (shlex.split(word) if "--" in word.strip()[1:] else [word])]
     except (OSError, ValueError) as error:
         raise UPipeError(f"--model {path} cannot be read: {error}") from error
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -61,8 +87,11 @@ def from_megatron(path: Path) -> ModelShape:
     if not args.swiglu:
         raise UPipeError(f"--model {path} has no --swiglu; models with a gated MLP are simulated")
     heads, hidden = args.num_attention_heads, args.hidden_size
+    if heads < 1:
+        raise UPipeError(f"--model {path} has --num-attention-heads {heads}; the least is 1")
     ffn = (args.num_experts and args.moe_ffn_hidden_size) or args.ffn_hidden_size
-    return ModelShape(
+    return _checked(
+        path,
         name=path.stem,
         layers=args.num_layers,
         hidden=hidden,

@@ -58,14 +58,12 @@ class Search:
         """
         for tiles in ({}, SMALL_TILES):  # small ones only where nothing else fits
             best: Scenario | None = None
-            for layout in self._layouts():
-                for every in reversed(self._values("checkpoint_every", EVERY)):
-                    one = self._least_memory(layout, every, tiles)
-                    found = best.tokens if best else 0
-                    if self._host_limit(one) > found:
-                        self.say(f"{_named(one)}: {tokens_text(found) if found else 'nothing'} so far")
-                        tokens = self._longest_of(one)
-                        best = replace(one, tokens=tokens) if tokens > found else best
+            for one in self._in_least_memory(tiles):
+                found = best.tokens if best else 0
+                if self._may_fit(replace(one, tokens=found + self._unit)):
+                    self.say(f"{_named(one)}: {tokens_text(found) if found else 'nothing'} so far")
+                    tokens = self._longest_of(one)
+                    best = replace(one, tokens=tokens) if tokens > found else best
             if best is not None:
                 return best
         raise UPipeError(self._nothing_fits())
@@ -86,8 +84,8 @@ class Search:
         """One for each way of sharding states, and of what waits where."""
         found: list[Choice] = []
         for sharding in self._values("sharding", ("distributed-optimizer", "megatron-fsdp")):
-            for offload in self._values("offload", ("none", "host")):
-                for every in self._values("checkpoint_every", EVERY if offload == "host" else EVERY[:1]):
+            for offload in self._offloads():
+                for every in self._every():
                     policy = dict(sharding=sharding, offload=offload, checkpoint_every=every, prefetch="off")
                     choice = self._first_that_fits(layouts, policy)
                     if choice is None:
@@ -108,7 +106,7 @@ class Search:
         for layout in layouts:
             one = replace(layout, **self._free(policy))
             if self._may_fit(one if "keep_attention" in self.fixed else replace(one, keep_attention=0)):
-                self.say(f"{tokens_text(one.tokens)}: {_named(one)}, {one.offload}, every {one.checkpoint_every}")
+                self.say(f"{tokens_text(one.tokens)}: {_named(one)}")
                 kept = self._most_kept(one)
                 if kept is not None:
                     return self._choice(replace(one, keep_attention=kept))
@@ -144,24 +142,55 @@ class Search:
         U is the least with which stages are few enough for sums in bf16: smaller stages save less than a dx in fp32
         costs, unless heads are wider than the hidden state.
         """
-        base = self.base if tokens is None else replace(self.base, tokens=tokens)
+        self.base.check_ranks()
+        base = replace(self.base, tokens=tokens or self._unit)
         tp, ranks, model = base.tensor_parallel, base.context_parallel, base.model
         heads = model.heads // tp, model.kv_heads // tp
-        base.check_ranks()
         sizes = [p for p in fitting_ulysses_sizes(*heads) if ranks % p == 0]
-        if "ulysses" in self.fixed or "ring" in self.fixed:
-            sizes = [base.sizes[0]]
+        if "ulysses" in self.fixed:
+            sizes = [base.ulysses]
+        elif "ring" in self.fixed:
+            sizes = [max(1, ranks // base.ring)]
+        # a ring alone is slow, and no exchange makes its stages small
+        sizes = [p for p in sizes if p > 1 or len(sizes) == 1]
         sizes.sort(key=lambda p: (p * tp > base.gpus_per_node, -p))
+        refused: list[UPipeError] = []
         for p in sizes:
-            if p == 1 < max(sizes):
-                continue  # a ring alone: slow, and no exchange makes stages small
-            layout = replace(base, ulysses=p, ring=base.ring if "ring" in self.fixed else ranks // p)
-            layout.check()
+            layout = replace(base, ulysses=p, ring=base.ring if "ring" in self.fixed else max(1, ranks // p))
+            try:
+                layout.check()
+            except UPipeError as error:
+                refused.append(error)
+                continue
             legal = legal_heads_per_stage(*heads, p)
             few = [u for u in legal if heads[0] // u <= MOST_IN_LOW_PRECISION]
             wide = model.heads * model.head_dim > model.hidden
             for u in self._values("heads_per_stage", (few[0], legal[0]) if wide and few[0] > legal[0] else (few[0],)):
                 yield replace(layout, heads_per_stage=u)
+        if len(refused) == len(sizes):
+            raise refused[0]
+
+    @property
+    def _unit(self) -> int:
+        """Tokens that all layouts can share out."""
+        return lcm(QUANTUM, 2 * self.base.context_parallel * self.base.tensor_parallel)
+
+    def _offloads(self) -> list[str]:
+        if "prefetch" in self.fixed and self.base.prefetch == "on":
+            return ["host"]
+        return self._values("offload", ("none", "host"))
+
+    def _every(self) -> list[int]:
+        return self._values("checkpoint_every", tuple(k for k in EVERY if k <= self.base.model.layers))
+
+    def _in_least_memory(self, tiles: dict) -> Iterator[Scenario]:
+        """All layouts, with as little kept as can be."""
+        least = dict(prefetch="off", keep_attention=0, **tiles)
+        for layout in self._layouts():
+            for offload in reversed(self._offloads()):
+                for every in reversed(self._every()):
+                    policy = dict(least, offload=offload, checkpoint_every=every)
+                    yield replace(layout, **self._free(policy))
 
     def _values(self, name: str, values: tuple) -> list:
         return [getattr(self.base, name)] if name in self.fixed else list(values)
@@ -169,19 +198,8 @@ class Search:
     def _free(self, changes: dict) -> dict:
         return {name: value for name, value in changes.items() if name not in self.fixed}
 
-    def _least_memory(self, layout: Scenario, every: int, tiles: dict) -> Scenario:
-        least = dict(offload="host", prefetch="off", keep_attention=0, checkpoint_every=every, **tiles)
-        return replace(layout, **self._free(least))
-
-    def _host_limit(self, scenario: Scenario) -> int:
-        """Tokens whose inputs the host can hold."""
-        fixed = scenario.ranks_of_node * scenario.states.host
-        waits = host_bytes(replace(scenario, tokens=QUANTUM * scenario.gpus)) - fixed
-        room = self.limits.host - fixed
-        return int(room / waits * QUANTUM * scenario.gpus) if waits else 2**62
-
     def _longest_of(self, scenario: Scenario) -> int:
-        unit = lcm(QUANTUM, 2 * scenario.context_parallel * scenario.tensor_parallel)
+        unit = self._unit
         return unit * _most(lambda units: self._fits(replace(scenario, tokens=units * unit)), least=1)
 
     def _may_fit(self, scenario: Scenario) -> bool:
@@ -206,9 +224,8 @@ class Search:
 
     def _nothing_fits(self) -> str:
         """Why, and how many GPUs would do, by their states."""
-        base, wanted, tokens = self.base, self.limits.device, QUANTUM
-        layout = next(self._layouts(tokens))
-        least = self._least_memory(layout, EVERY[1], SMALL_TILES)
+        base, wanted, tokens = self.base, self.limits.device, self._unit
+        least = min(self._in_least_memory(SMALL_TILES), key=host_bytes)
         needed = report(least).device_peak
         text = (
             f"--gpus {base.gpus} do not hold {base.model.name}: {tokens_text(tokens)} tokens need "
@@ -219,7 +236,7 @@ class Search:
             return f"--host-memory {given:g} is too little for {tokens_text(tokens)} tokens; the least is {most:.1f}"
         for more in range(1, 8):
             one = replace(base, gpus=base.gpus * 2**more, ulysses=None, ring=1)
-            if one.states.sharded + one.states.unsharded_layer + (needed - _states(layout)) < wanted:
+            if _states(one) + (needed - _states(least)) < wanted:
                 return f"{text}; the nearest that do are --gpus {one.gpus}"
         return f"{text}; use cards with more memory"
 
@@ -230,7 +247,8 @@ def _states(scenario: Scenario) -> int:
 
 def _named(scenario: Scenario) -> str:
     p, r = scenario.sizes
-    return f"P {p} x R {r}, U {scenario.schedule.heads_per_stage}, {scenario.sharding}"
+    waits = f"{scenario.offload}, every {scenario.checkpoint_every}"
+    return f"P {p} x R {r}, U {scenario.schedule.heads_per_stage}, {scenario.sharding}, {waits}"
 
 
 def _best(choices: list[Choice]) -> Choice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,8 +21,9 @@ def check_folder(flag: str, path: str | None) -> None:
     """Raises UPipeError unless ``path``, if any, can be drawn to; before any work."""
     if path is None:
         return
-    if not Path(path).absolute().parent.is_dir():
-        raise UPipeError(f"{flag} {path} is not in an existing folder; name one")
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir() or not Path(path).suffix:
+        raise UPipeError(f"{flag} {path} is not a picture in an existing folder; name one, such as {folder}/out.png")
     _pyplot(flag)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_upipe.config import keeps_attention
@@ -101,9 +101,10 @@ def _simulated(scenario: Scenario, whole: bool) -> Report:
     alive |= {owner: size for owner, size in rows if size > peak // 1000}
     run = "all their tiles" if whole else "two short lengths, what grows with the tokens is extrapolated"
     assumptions = [
-        f"simulated: rank 0's real layers on tensors without data, {run}; no GPU was used",
+        f"simulated: the last rank's real layers on tensors without data, {run}; no GPU was used",
         f"attention allocates as {scenario.attention_backend} does, workspace included, norms as fused kernels do",
-        f"bf16 parameters, fp32 gradients and Adam, {scenario.sharding}; FSDP gathers one layer and the next",
+        f"bf16 parameters, fp32 gradients and Adam, {scenario.sharding}; FSDP without prefetch "
+        "(--suggested-communication-unit-size 1)",
         f"{layers} layers are run; the others add what waits for their backward",
         "not counted: CUDA context, NCCL buffers, fragmentation",
     ]
@@ -132,6 +133,12 @@ def host_bytes(scenario: Scenario) -> int:
     """Host memory of a node; without a simulation."""
     waits = _waiting(scenario, scenario.model.layers, scenario.pipeline_parallel) if scenario.offload == "host" else 0
     return scenario.ranks_of_node * (waits + scenario.states.host)
+
+
+def most_kept(scenario: Scenario, host: float) -> int | None:
+    """Layers that can keep their attention in ``host`` bytes of a node; None: not even none of them."""
+    layers = range(scenario.model.layers, -1, -1)
+    return next((kept for kept in layers if host_bytes(replace(scenario, keep_attention=kept)) <= host), None)
 
 
 def least_device_bytes(scenario: Scenario) -> int:

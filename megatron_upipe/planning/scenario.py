@@ -110,6 +110,8 @@ class Scenario:
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             optimizer_on_host=self.optimizer_on_host,
+            checkpoint_every=self.checkpoint_every,
+            input_bytes=2 * self.local_tokens // self.tensor_parallel * self.model.hidden,
         )
 
     def check_ranks(self) -> None:
@@ -126,6 +128,9 @@ class Scenario:
             ("--pp", self.pipeline_parallel),
             ("--ulysses", self.ulysses),
             ("--ring", self.ring),
+            ("--checkpoint-every", self.checkpoint_every),
+            ("--mlp-tile-tokens", self.mlp_tile_tokens),
+            ("--loss-tile-tokens", self.loss_tile_tokens),
         ):
             check_least(flag, value, 1)
         ranks, model = self.tensor_parallel * self.pipeline_parallel, self.model
@@ -139,12 +144,24 @@ class Scenario:
                 f"--keep-attention {self.keep_attention} is more than the {self.model.layers} layers; the most is "
                 f"{self.model.layers}"
             )
+        pp = f" x --pp {self.pipeline_parallel}" if self.pipeline_parallel > 1 else ""
         if self.gpus % ranks:
-            pp = f" x --pp {self.pipeline_parallel}" if self.pipeline_parallel > 1 else ""
             raise UPipeError(
                 f"--gpus {self.gpus} is not a multiple of --tp {self.tensor_parallel}{pp}; the nearest is "
                 f"{max(1, round(self.gpus / ranks)) * ranks}"
             )
+        if self.gpus == ranks:
+            raise UPipeError(
+                f"--gpus {self.gpus} with --tp {self.tensor_parallel}{pp} are one context-parallel rank, where UPipe "
+                f"has nothing to do; the least is {2 * ranks}"
+            )
+        if self.checkpoint_every > self.stage_layers:
+            raise UPipeError(
+                f"--checkpoint-every {self.checkpoint_every} is more than the {self.stage_layers} layers of a pipeline "
+                f"stage; the most is {self.stage_layers}"
+            )
+        if self.prefetch == "on" and self.offload == "none":
+            raise UPipeError("--prefetch on does nothing without --offload host; add that")
         if self.model.layers % self.pipeline_parallel:
             nearest = min(_divisors(self.model.layers), key=lambda pp: abs(pp - self.pipeline_parallel))
             raise UPipeError(
@@ -157,9 +174,11 @@ class Scenario:
         self.check_ranks()
         p, r = self.sizes
         if p * r != self.context_parallel:
+            divisors = _divisors(self.context_parallel)
+            ring = min(divisors, key=lambda d: (abs(d - r), d))
             raise UPipeError(
-                f"--ulysses {p} x --ring {r} is not {self.context_parallel} (GPUs over --tp and --pp); with --ring {r} "
-                f"use --ulysses {max(1, self.context_parallel // r)}"
+                f"--ulysses {p} x --ring {r} is not {self.context_parallel} (--gpus over --tp and --pp); the nearest "
+                f"is --ulysses {self.context_parallel // ring} --ring {ring}"
             )
         check_parallelism(
             query_heads=self.model.heads,

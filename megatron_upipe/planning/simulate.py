@@ -1,8 +1,9 @@
 """A training step of the real model code on tensors without data: what is alive, what is sent, how often things run.
 
-Megatron's GPTModel with UPipe's layers runs forward and backward as rank 0 of ranks that do not exist, under torch's
-FakeTensorMode. Attention kernels and norms are stand-ins with the tensors of the GPU kernels (``stand_ins.py``);
-parameters, gradients and optimizer states are counted by formula (``states.py``) and left out of the ledger.
+Megatron's GPTModel with UPipe's layers runs forward and backward as the last of ranks that do not exist (in a ring it
+has the largest blocks), under torch's FakeTensorMode. Attention kernels and norms are stand-ins with the tensors of the
+GPU kernels (``stand_ins.py``); parameters, gradients and optimizer states are counted by formula (``states.py``) and
+left out of the ledger.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def _fake_ranks(scenario: Scenario) -> Iterator[Any]:
-    """Megatron's groups as rank 0 has them, the CPU stand-in, and an empty host store."""
+    """Megatron's groups as the last rank has them, the CPU stand-in, and an empty host store."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -136,7 +137,7 @@ def _fake_ranks(scenario: Scenario) -> Iterator[Any]:
         cpu.install(quiet=True)
     registry.install(_OWNER, replacements())
     host_store.cache_clear()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=scenario.gpus)
+    dist.init_process_group("fake", store=FakeStore(), rank=scenario.gpus - 1, world_size=scenario.gpus)
     try:
         p, r = scenario.sizes
         parallel_state.initialize_model_parallel(

@@ -42,7 +42,9 @@ class Machine:
         try:
             given = json.loads(Path(path).read_text(encoding="utf-8"))
             found = {name: float(value) for name, value in given.items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise UPipeError(f"--constants {path} cannot be read: {error}") from error
+        except (ValueError, TypeError, AttributeError) as error:
             raise UPipeError(f"--constants {path} is not a JSON object of numbers: {error}") from error
         for name, value in found.items():
             if name not in known:
@@ -74,10 +76,11 @@ def step_time(scenario: Scenario, work: Work, machine: Machine) -> Time:
     """Exchange, tensor parallelism and inputs fetched without ``--prefetch`` wait; the ring hides behind attention,
     states and all other copies behind everything that is computed."""
     (p, r), tp, stages = scenario.sizes, scenario.tensor_parallel, scenario.pipeline_parallel
-    in_node = p * tp <= scenario.gpus_per_node
-    exchange_link = machine.node_gb_s if in_node else machine.network_gb_s
-    ring_link = machine.node_gb_s if p * r * tp <= scenario.gpus_per_node else machine.network_gb_s
-    group_link = machine.node_gb_s if scenario.gpus <= scenario.gpus_per_node else machine.network_gb_s
+
+    def link(ranks: int) -> float:
+        """Of groups of as many neighbouring ranks."""
+        return machine.network_gb_s if scenario.ranks_of_node % ranks else machine.node_gb_s
+
     attention = work.attention_forward_flops / machine.attention_forward_tflops / 1e12
     attention += work.attention_backward_flops / machine.attention_backward_tflops / 1e12
     gemms = work.gemm_flops / machine.gemm_tflops / 1e12
@@ -95,16 +98,16 @@ def step_time(scenario: Scenario, work: Work, machine: Machine) -> Time:
     micro_batch = {
         "attention": attention,
         "products": gemms,
-        "exchange": work.sent.get("exchange", 0) * (p - 1) / p / exchange_link / 1e9,
-        "ring, not hidden": max(0.0, work.sent.get("ring", 0) / ring_link / 1e9 - attention),
-        "tensor parallel": work.sent.get("tensor parallel", 0) / machine.node_gb_s / 1e9,
+        "exchange": work.sent.get("exchange", 0) / link(p * tp) / 1e9,
+        "ring, not hidden": max(0.0, work.sent.get("ring", 0) / link(p * r * tp) / 1e9 - attention),
+        "tensor parallel": work.sent.get("tensor parallel", 0) / link(tp) / 1e9,
         "inputs fetched": inputs / machine.host_gb_s / 1e9,
         "host copies, not hidden": max(0.0, copies / machine.host_gb_s / 1e9 - computed),
         "starting collectives": sum(work.collectives.values()) * machine.collective_us / 1e6,
     }
     passes = 2 * stages - 1  # as many micro-batches as stages, and the bubble
     parts = {name: seconds * passes for name, seconds in micro_batch.items()}
-    parts["states, not hidden"] = max(0.0, parameters * synced / group_link / 1e9 - computed * passes)
+    parts["states, not hidden"] = max(0.0, parameters * synced / link(scenario.gpus) / 1e9 - computed * passes)
     if scenario.optimizer_on_host:
         shards = 1 if scenario.sharding == "ddp" else scenario.context_parallel
         parts["optimizer on the host"] = parameters / shards * OPTIMIZER / machine.host_adam_gb_s / 1e9

@@ -11,8 +11,8 @@ _SHARDING = {
     "ddp": "",
     "distributed-optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "megatron-fsdp": "--use-distributed-optimizer --use-megatron-fsdp --data-parallel-sharding-strategy "
-    "optim_grads_params --megatron-fsdp-main-grads-dtype fp32 --ckpt-format fsdp_dtensor --overlap-grad-reduce "
-    "--overlap-param-gather",
+    "optim_grads_params --megatron-fsdp-main-grads-dtype fp32 --ckpt-format fsdp_dtensor "
+    "--suggested-communication-unit-size 1 --overlap-grad-reduce --overlap-param-gather",
 }
 
 
