@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,8 @@ def from_megatron(path: Path) -> ModelShape:
     try:
         text = path.read_text(encoding="utf-8")
         words = shlex.split(text.replace("\\\n", " ").replace("(", " ").replace(")", " "), comments=True)
-        # flags in a quoted variable are one word
-        words = [part for word in words for part in (shlex.split(word) if "--" in word.strip()[1:] else [word])]
+        # NAME="--flag value ..." is one word
+        words = [part for word in words for part in re.sub(r"^\w+\+?=(?=\s*--)", "", word).split()]
     except (OSError, ValueError) as error:
         raise UPipeError(f"--model {path} cannot be read: {error}") from error
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -53,6 +53,21 @@ def test_longest_within_the_host():
     assert QUANTUM <= search(10**6, host, list(fixed), **fixed)[0].longest().tokens < every.tokens
 
 
+def test_any_number_of_gpus_and_heads_that_some_layouts_allow():
+    found = search(10**6, gpus=6)[0].fastest(6 * QUANTUM).report.scenario
+    assert found.sizes == (2, 3)
+    fixed = dict(heads_per_stage=2)
+    found = search(10**6, fixed=list(fixed), **fixed)[0].fastest(QUANTUM).report.scenario
+    assert found.sizes == (2, 2) and found.heads_per_stage == 2
+
+
+def test_longest_on_the_device_alone():
+    """Without host memory; what is found fits when it is asked for."""
+    planner, _ = search(40, host=0, fixed=["ulysses"], ulysses=4)
+    longest = planner.longest()
+    assert longest.offload == "none" and planner.fastest(longest.tokens).report.host == 0
+
+
 def test_fastest_where_memory_is_ample():
     choice = search(10**6)[0].fastest(QUANTUM)
     found = choice.report.scenario
@@ -200,10 +215,12 @@ def test_plot(base, tmp_path):
     [
         (["--model", "lama"], "--model lama is not known; the nearest is llama3-"),
         (["--gpus", "6", "--tp", "4"], "--gpus 6 is not a multiple of --tp 4"),
+        (["--gpus", "1"], "--gpus 1 with --tp 1 are one context-parallel rank"),
         (["--ulysses", "3"], "--ulysses 3 x --ring 2 is not 8"),
         (["--ring", "3"], "--ulysses 2 x --ring 3 is not 8"),
-        (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png is not in an existing folder"),
-        (["--constants", "/nowhere.json"], "--constants /nowhere.json is not a JSON object"),
+        (["--heads-per-stage", "12"], "--upipe-heads-per-stage 12"),
+        (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png is not a picture in an existing folder"),
+        (["--constants", "/nowhere.json"], "--constants /nowhere.json cannot be read"),
         (["--gpus", "8", "--tokens", "much"], "--tokens much is not a number"),
         (["--gpu-memory", "14"], "--gpus 8 do not hold llama3-8b: 64K tokens need 2"),
     ],
