@@ -14,7 +14,7 @@ SEED ?= 0
 help:
 	@echo "make demo       train a small Llama on real text with Megatron-LM's own training loop, on this machine's CPUs"
 	@echo "make test       the test suite (under 15 minutes on 2 cores)"
-	@echo "make test-slow  further training runs, and a rank that hangs (5 minutes)"
+	@echo "make test-slow  further training runs, simulations, and a rank that hangs (10 minutes)"
 	@echo "make test-te    calls of TransformerEngine against its real functions, no GPU needed (compiles it once, 10 minutes)"
 	@echo "make fuzz       GRIDS=200 random compositions against the unsharded stock run, from SEED=0"
 	@echo "make lint       ruff"

@@ -149,7 +149,7 @@ def _expected_store_bytes(grid, models):
 GRID = replace(BASE, pp=2, micro_batches=4, chunk=30, loss_tile_tokens=24, mlp_tile_tokens=24, layers_per_chunk=1)
 
 
-@pytest.mark.parametrize("virtual", [False, True])
+@pytest.mark.parametrize("virtual", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_pipeline_stages_hold_what_the_schedule_explains(workers, virtual):
     """4 micro-batches: with the host store a forward pass in flight leaves less than one layer input on the device."""
     grid = replace(GRID, virtual=virtual)

@@ -44,7 +44,7 @@ def test_longest_is_longest():
 
 def test_longest_within_the_host():
     """Inputs of every layer, or of fewer: the bytes that the host has decide."""
-    host, fixed = 1024 * MIB, dict(model=replace(SMALL, layers=16), ulysses=4)
+    host, fixed = 1024 * MIB, dict(model=replace(SMALL, layers=16), ulysses=4, offload="host")
     every = search(10**6, host, list(fixed), **fixed)[0].longest()
     assert report(every).host <= host < report(replace(every, tokens=every.tokens + QUANTUM)).host
     fixed["checkpoint_every"] = 1
@@ -53,6 +53,7 @@ def test_longest_within_the_host():
     assert QUANTUM <= search(10**6, host, list(fixed), **fixed)[0].longest().tokens < every.tokens
 
 
+@pytest.mark.slow
 def test_any_number_of_gpus_and_heads_that_some_layouts_allow():
     found = search(10**6, gpus=6)[0].fastest(6 * QUANTUM).report.scenario
     assert found.sizes == (2, 3)
@@ -61,6 +62,7 @@ def test_any_number_of_gpus_and_heads_that_some_layouts_allow():
     assert found.sizes == (2, 2) and found.heads_per_stage == 2
 
 
+@pytest.mark.slow
 def test_longest_on_the_device_alone():
     """Without host memory; what is found fits when it is asked for."""
     planner, _ = search(40, host=0, fixed=["ulysses"], ulysses=4)
