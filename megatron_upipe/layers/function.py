@@ -208,8 +208,8 @@ class UPipeLayerFunction(torch.autograd.Function):
         waiting: Waiting = ctx.waiting
         call: LayerCall = waiting.steps
         _, _, _, needs_x, *needs = ctx.needs_input_grad
-        # the same memory serves for the gradient of the hidden state, if this node alone holds it
         call.before_backward(dy.nbytes)
+        # the same memory serves for the gradient of the hidden state, if this node alone holds it
         alone = dy.is_contiguous() and _held_alone() == _holders(dy)
         dhidden = dy if alone else dy.clone(memory_format=torch.contiguous_format)
         del dy
