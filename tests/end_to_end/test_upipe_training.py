@@ -55,8 +55,9 @@ LAYOUTS = {
 }
 
 
-SLOW = ("exact rope", "Megatron's own loss", "every 2nd input, TP 2 + sequence parallel")
-SLOW += ("data parallel alone", "2 ranks", "2 ranks, overlapped", "context 2 x data 2")  # with Megatron-FSDP
+SLOW = ("exact rope", "Megatron's own loss", "every 2nd input, TP 2 + sequence parallel", "data parallel 2, overlapped")
+# with Megatron-FSDP
+SLOW += ("data parallel alone", "2 ranks", "2 ranks, overlapped", "context 2 x data 2", "TP 2 x context 2")
 
 
 @pytest.mark.parametrize("name", some_slow(LAYOUTS, *SLOW))

@@ -44,6 +44,7 @@ def test_peak_of_each_phase(workers, policy):
         assert 3 < peaks["MLP forward"] <= 3 + TILE_U1, peaks
 
 
+@pytest.mark.slow
 def test_peak_in_bf16_with_many_stages(workers):
     """16 stages: dx is summed in fp32, one u1 more and no other."""
     policy = layer_peak.POLICIES["input, on the host"]

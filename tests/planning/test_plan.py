@@ -42,6 +42,7 @@ def test_longest_is_longest():
             assert report(more).device_peak > 96 * MIB
 
 
+@pytest.mark.slow
 def test_longest_within_the_host():
     """Inputs of every layer, or of fewer: the bytes that the host has decide."""
     host, fixed = 1024 * MIB, dict(model=replace(SMALL, layers=16), ulysses=4, offload="host")
@@ -93,7 +94,8 @@ def test_fastest_keeps_what_fits():
 
 
 def test_what_does_not_fit_is_told_with_the_nearest_that_does():
-    planner, _ = search(40, fixed=["ulysses"], ulysses=4)
+    fixed = dict(ulysses=4, offload="host", sharding="megatron-fsdp", checkpoint_every=2)
+    planner, _ = search(40, fixed=list(fixed), **fixed)
     longest = planner.longest().tokens
     with pytest.raises(UPipeError, match=f"fits in no configuration; the longest .* is {tokens_text(longest)}"):
         planner.fastest(64 * longest)
