@@ -29,5 +29,5 @@ def test_held_while_layers_run(tmp_path, monkeypatch, tokens, every, units, wait
         gathered = [[unit for unit in found if unit is not None] for found, _ in half]
         assert all(None in found for found, _ in half)
         assert max(map(len, gathered)) <= units and min(map(len, gathered)) >= 1
-    assert len(seen["second_half_gradient"]) == 2 * 4
+    assert len(seen["second_half_gradient"]) == 2 * 2 * 4  # iterations, micro-batches, layers
     assert max(queue for _, queue in seen["second_half_gradient"]) == waiting
