@@ -36,27 +36,19 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     info_parser = commands.add_parser("info", help="versions of what is installed, and the number of GPUs")
     info_parser.add_argument("--json", action="store_true", help="print JSON")
-    selftest_parser = commands.add_parser(
-        "selftest",
-        help="compare UPipe with Megatron's attention on this machine",
-        description=launch.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    launch.add_arguments(selftest_parser)
-    simulate_parser = commands.add_parser(
-        "simulate",
-        help="memory, traffic and work of a training step, without a GPU",
-        description=simulate.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    simulate.add_arguments(simulate_parser)
-    plan_parser = commands.add_parser(
-        "plan",
-        help="the longest context that fits, or the fastest configuration for a length, with its flags",
-        description=plan.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    plan.add_arguments(plan_parser)
+    for name, module, text in (
+        ("selftest", launch, "compare UPipe with Megatron's attention on this machine"),
+        ("simulate", simulate, "memory, traffic and work of a training step, without a GPU"),
+        ("plan", plan, "the longest context that fits, or the fastest configuration for a length, with its flags"),
+    ):
+        module.add_arguments(
+            commands.add_parser(
+                name,
+                help=text,
+                description=module.DESCRIPTION,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+        )
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     try:

@@ -61,6 +61,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"simulating {scenario.method} at {tokens_text(scenario.tokens)} ...", file=sys.stderr, flush=True)
         with quiet():
             reports.append(report(scenario, whole=args.timeline is not None))
+            _ = reports[-1].work  # simulates more, where it is wanted
         print(f"  {time.monotonic() - started:.0f} s", file=sys.stderr)
     fits = {r.scenario.method: r.fits(usable, host) for r in reports}
     for r in reports:

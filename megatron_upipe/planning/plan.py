@@ -213,8 +213,7 @@ class Search:
         """Layers that keep their attention; None: it does not fit even without."""
         layers = policy.model.layers
         if "keep_attention" in self.fixed:
-            kept = layers if policy.keep_attention is None else policy.keep_attention
-            return kept if self._fits(policy) else None
+            return policy.layers_kept if self._fits(policy) else None
         by_formula = _most(lambda kept: kept <= layers and self._may_fit(replace(policy, keep_attention=kept)), least=0)
         if self._fits(replace(policy, keep_attention=by_formula)):
             return by_formula

@@ -16,7 +16,7 @@ from megatron_upipe.planning.plots import check_folder, draw_lengths
 from megatron_upipe.planning.quiet import quiet
 from megatron_upipe.planning.scenario import tokens_text
 from megatron_upipe.planning.speed import Machine
-from megatron_upipe.planning.states import GIB
+from megatron_upipe.planning.states import gib
 from megatron_upipe.planning.training_flags import simulate_flags, training_flags
 
 if TYPE_CHECKING:
@@ -80,11 +80,10 @@ def _text(args: argparse.Namespace, choice: Choice, limits: Limits) -> str:
     what = "fastest that fits" if args.tokens else "longest context that fits"
     parts = ", ".join(f"{name} {seconds:,.3g}" for name, seconds in sorted(when.parts.items(), key=lambda p: -p[1]))
     flags = shlex.join(training_flags(s)).replace(" --", " \\\n  --")
-    device, host = (_gib(margin) for margin in _margins(choice, limits))
-    kept = s.model.layers if s.keep_attention is None else s.keep_attention
+    device, host = (gib(margin) for margin in _margins(choice, limits))
     return (
-        f"{what}: {tokens_text(s.tokens)} tokens; {s.sharding}, {kept} of {s.model.layers} layers keep attention, "
-        f"offload {s.offload}, prefetch {s.prefetch}, every {s.checkpoint_every} input\n"
+        f"{what}: {tokens_text(s.tokens)} tokens; {s.sharding}, {s.layers_kept} of {s.model.layers} layers keep "
+        f"attention, offload {s.offload}, prefetch {s.prefetch}, every {s.checkpoint_every} input\n"
         f"{choice.report.text()}\n"
         f"  left: {device:.1f} GiB of a card beside the {args.reserve:g} of reserve, {host:.0f} GiB of a node\n"
         f"  a step takes about {when.step:,.1f} s, {when.tokens_per_gpu:,.1f} tokens a second and GPU (a model, not a "
@@ -109,7 +108,7 @@ def _as_json(args: argparse.Namespace, choice: Choice, limits: Limits) -> dict[s
             ring=r,
             tensor_parallel=s.tensor_parallel,
             heads_per_stage=s.schedule.heads_per_stage,
-            keep_attention=s.model.layers if s.keep_attention is None else s.keep_attention,
+            keep_attention=s.layers_kept,
             offload=s.offload,
             prefetch=s.prefetch,
             checkpoint_every=s.checkpoint_every,
@@ -118,7 +117,7 @@ def _as_json(args: argparse.Namespace, choice: Choice, limits: Limits) -> dict[s
             sharding=s.sharding,
             optimizer="host" if s.optimizer_on_host else "gpu",
         ),
-        "margin_gib": {"device": _gib(device), "host_per_node": _gib(host)},
+        "margin_gib": {"device": gib(device), "host_per_node": gib(host)},
         "step_seconds": round(when.step, 3),
         "tokens_per_second_and_gpu": round(when.tokens_per_gpu, 3),
         "seconds": {name: round(seconds, 4) for name, seconds in when.parts.items()},
@@ -151,7 +150,3 @@ def _lines(chosen: Scenario, limits: Limits, say: Any) -> dict[str, list[tuple[i
             if line[-1][1] > 2 * limits.device:
                 break
     return lines
-
-
-def _gib(size: float) -> float:
-    return round(size / GIB, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megatron_upipe.config import keeps_attention
@@ -11,22 +12,26 @@ from megatron_upipe.planning.authors import authors_bytes, authors_work
 from megatron_upipe.planning.extrapolate import step_at
 from megatron_upipe.planning.scenario import AUTHORS, Scenario, tokens_text
 from megatron_upipe.planning.simulate import LAYERS, SIMULATED_LAYERS, VOCABULARY, Step, simulate_step
-from megatron_upipe.planning.states import GIB
+from megatron_upipe.planning.states import gib
 from megatron_upipe.planning.work import Work, work_of
 
 
 @dataclass(frozen=True)
 class Report:
     """Of one method. ``parts`` are the device peak's bytes on a rank, ``alive`` those of the activations by owner,
-    ``host`` bytes of all ranks of a node, ``work`` what a rank does in a step."""
+    ``host`` bytes of all ranks of a node."""
 
     scenario: Scenario
     parts: dict[str, float]
     alive: dict[str, float]
     host: float
-    work: Work
     assumptions: tuple[str, ...]
     step: Step | None = None
+
+    @cached_property
+    def work(self) -> Work:
+        """What a rank does in a step; may take further short simulations, which whether it fits does not."""
+        return authors_work(self.scenario) if self.step is None else work_of(self.scenario, self.step)
 
     @property
     def device_peak(self) -> float:
@@ -39,16 +44,16 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         work = self.work
         return {
-            "device_peak_gib": _gib(self.device_peak),
-            "host_gib_per_node": _gib(self.host),
+            "device_peak_gib": gib(self.device_peak),
+            "host_gib_per_node": gib(self.host),
             "attention_forward_runs": work.attention_forward_runs,
-            "sent_gib": {kind: _gib(size) for kind, size in work.sent.items()},
-            "copied_gib": {direction: _gib(size) for direction, size in work.copied.items()},
+            "sent_gib": {kind: gib(size) for kind, size in work.sent.items()},
+            "copied_gib": {direction: gib(size) for direction, size in work.copied.items()},
             "collectives": work.collectives,
             "attention_tflops": round(work.attention_flops / 1e12, 3),
             "gemm_tflops": round(work.gemm_flops / 1e12, 3),
-            "parts_gib": {part: _gib(size) for part, size in self.parts.items()},
-            "alive_at_peak_gib": {owner: _gib(size) for owner, size in self.alive.items()},
+            "parts_gib": {part: gib(size) for part, size in self.parts.items()},
+            "alive_at_peak_gib": {owner: gib(size) for owner, size in self.alive.items()},
             "assumptions": list(self.assumptions),
         }
 
@@ -59,14 +64,14 @@ class Report:
         lines = [
             f"{s.model.name}, {tokens_text(s.tokens)} tokens on {s.gpus} GPUs, {s.method}: P {p} x R {r}{tp}{pp}, "
             f"U {s.schedule.heads_per_stage} (simulated)",
-            f"  device peak of a rank {_gib(self.device_peak):45.2f} GiB",
+            f"  device peak of a rank {gib(self.device_peak):45.2f} GiB",
         ]
-        lines += [f"    {part:56}{_gib(size):8.2f}" for part, size in self.parts.items() if size]
-        lines += [f"      {owner:54}{_gib(size):8.2f}" for owner, size in self.alive.items()]
-        sent = ", ".join(f"{kind} {_gib(size):.1f}" for kind, size in work.sent.items())
-        copied = ", ".join(f"{direction} {_gib(size):.1f}" for direction, size in work.copied.items())
+        lines += [f"    {part:56}{gib(size):8.2f}" for part, size in self.parts.items() if size]
+        lines += [f"      {owner:54}{gib(size):8.2f}" for owner, size in self.alive.items()]
+        sent = ", ".join(f"{kind} {gib(size):.1f}" for kind, size in work.sent.items())
+        copied = ", ".join(f"{direction} {gib(size):.1f}" for direction, size in work.copied.items())
         lines += [
-            f"  host memory of a node {_gib(self.host):45.1f} GiB",
+            f"  host memory of a node {gib(self.host):45.1f} GiB",
             f"  sent by a rank in a step, GiB: {sent or 'nothing'}; copied: {copied or 'nothing'}",
             f"  PFLOPs of a rank: attention {work.attention_flops / 1e15:.2f}, other products "
             f"{work.gemm_flops / 1e15:.2f}; attention runs forward {work.attention_forward_runs:.2f} times in a layer",
@@ -123,7 +128,6 @@ def _simulated(scenario: Scenario, whole: bool) -> Report:
         },
         alive=alive,
         host=host_bytes(scenario),
-        work=work_of(scenario, step),
         assumptions=tuple(assumptions),
         step=step,
     )
@@ -155,7 +159,6 @@ def _authors(scenario: Scenario) -> Report:
         parts=authors_bytes(scenario),
         alive={},
         host=scenario.ranks_of_node * (model.layers - 1) * 2 * scenario.local_tokens * model.hidden,
-        work=authors_work(scenario),
         assumptions=(
             "the paper's code by a list of the tensors that it holds, with one constant fitted on a published peak",
             "16 bytes a parameter, fully sharded; inputs of all layers but the first wait on the host",
@@ -179,7 +182,3 @@ def _waiting(scenario: Scenario, layers: int, in_flight: int) -> int:
     kept = scenario.kept(layers)
     keeps = [keeps_attention(kept, layers, 0, here, index) for index in range(here)]
     return store_bytes([chunk_bytes(one, keeps, scenario.checkpoint_every)], [0] * in_flight, in_flight - 1)
-
-
-def _gib(size: float) -> float:
-    return round(size / GIB, 3)

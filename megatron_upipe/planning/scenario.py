@@ -95,6 +95,11 @@ class Scenario:
     def ranks_of_node(self) -> int:
         return min(self.gpus, self.gpus_per_node)
 
+    @property
+    def layers_kept(self) -> int:
+        """Of the model's layers, how many keep their attention."""
+        return self.model.layers if self.keep_attention is None else self.keep_attention
+
     def kept(self, layers: int) -> int | None:
         """Of ``layers`` layers, how many keep their attention: the same share as of the model's."""
         if self.keep_attention is None:

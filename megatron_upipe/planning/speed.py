@@ -1,7 +1,7 @@
 """How long a step takes, by a simple model: what is computed, and what of the traffic does not hide behind it.
 
-Free of torch. The constants are those of H100 nodes; the two of attention and that of products are fitted on one row of
-the paper's throughput (``docs/planning.md``), the links are their makers' figures less what protocols cost.
+Free of torch. The constants are those of H100 nodes; the two of attention and that of products are fitted on two
+cells of the paper's throughput (``docs/planning.md``), the links are their makers' figures less what protocols cost.
 """
 
 from __future__ import annotations

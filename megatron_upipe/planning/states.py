@@ -20,6 +20,11 @@ SHARDINGS = ("ddp", "distributed-optimizer", "megatron-fsdp")
 AGAIN = 2  # layers gathered while one of them runs forward again for the other
 
 
+def gib(size: float) -> float:
+    """Bytes in GiB, as they are shown."""
+    return round(size / GIB, 3)
+
+
 @dataclass(frozen=True)
 class States:
     """Bytes on a rank, by kind. ``host``: optimizer on the host. FSDP's buffers of whole modules are the most that they
