@@ -16,6 +16,7 @@ from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, El
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.context.segments import one_document
 from megatron_upipe.kernels.select import select_kernel
 from megatron_upipe.planning.live_bytes import LiveBytes
 
@@ -56,13 +57,14 @@ def peak_bytes(args: argparse.Namespace, groups: ContextGroups, heads_per_stage:
         parameters=lambda: AttentionParameters(qkv, None, proj),
         gather=same,
         reduce=same,
+        segments=one_document(groups.layout, args.seq_length),
     )
     peaks = []
     for _ in range(REPEATS):
         x.grad = qkv.grad = proj.grad = None
         with LiveBytes() as live:
             live.count(x)
-            y = UPipeAttentionFunction.apply(True, call, x, qkv, None, proj)
+            y = UPipeAttentionFunction.apply(True, call, x, *call.parameters())
             y = y.mul(1.0).sum()  # lets go of the output, as a residual connection does
             y.backward()
         peaks.append(live.peak)

@@ -36,6 +36,7 @@ from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, At
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.context.segments import Segments, one_document
 from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.kernels.reference import ReferenceKernel
 from megatron_upipe.kernels.select import KERNELS
@@ -234,14 +235,18 @@ def _plan(kernel: Kernel, heads_per_stage: int, head_dim: int) -> AttentionPlan:
 
 def _forward(x: Tensor, weights: AttentionParameters, elementwise: Elementwise, plan: AttentionPlan) -> KeptAttention:
     read = AttentionWeights.of(weights, plan.precision)
-    return attention_forward(AttentionInput(x, plan.precision), read, elementwise, plan)
+    return attention_forward(AttentionInput(x, plan.precision), read, elementwise, plan, _whole(x))
+
+
+def _whole(x: Tensor) -> Segments:
+    return one_document(SequenceLayout(1, 1), x.shape[0])
 
 
 def _step(x: Tensor, dy: Tensor, weights: AttentionParameters, elementwise: Elementwise, plan: AttentionPlan) -> None:
     kept = _forward(x, weights, elementwise, plan)
     read = AttentionWeights.of(weights, plan.precision)
     tokens = AttentionInput(x, plan.precision, backward=True)
-    attention_backward(dy, tokens, kept, read, elementwise, plan, AttentionNeeds(True, True, False, True))
+    attention_backward(dy, tokens, kept, read, elementwise, plan, AttentionNeeds(True, True, False, True), _whole(x))
 
 
 def _peaks(check: Check, u: int, u1: int, step: Callable[[], None], kernel: Kernel, tokens: int) -> dict[str, float]:

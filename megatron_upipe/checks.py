@@ -39,8 +39,12 @@ _MODEL = (
     _Refusal("fp32_residual_connection", bool, "--fp32-residual-connection", "leave it out"),
     _Refusal("multi_latent_attention", bool, "--multi-latent-attention", "leave it out"),
     _Refusal("mtp_num_layers", bool, "--mtp-num-layers", "leave it out"),
-    _Refusal("window_size", lambda v: v is not None, "--window-size", "leave it out"),
-    _Refusal("softmax_type", lambda v: v != "vanilla", "--softmax-type", "use vanilla"),
+    _Refusal(
+        "window_size",
+        lambda v: len(v) != 2 or v[1] != 0 or v[0] < -1,
+        "--window-size",
+        "use (tokens to the left, 0), which is causal; for example (4096, 0)",
+    ),
     _Refusal("hybrid_context_parallel", bool, "--hybrid-context-parallel", "leave it out"),
     _Refusal("dynamic_context_parallel", bool, "--dynamic-context-parallel", "leave it out"),
     _Refusal("experimental_attention_variant", bool, "--experimental-attention-variant", "leave it out"),
@@ -75,6 +79,8 @@ _MODEL = (
     ),
 )
 
+_PACKED_INSTEAD = "use --dataloader-inter-document-masking, which resets both without a mask"
+
 # Attributes of Megatron's arguments only.
 _TRAINING = (
     _Refusal(
@@ -83,10 +89,8 @@ _TRAINING = (
         "--position-embedding-type",
         "use rope, yarn or none",
     ),
-    _Refusal("sft", bool, "--sft", "leave it out"),
-    _Refusal("dataloader_inter_document_masking", bool, "--dataloader-inter-document-masking", "leave it out"),
-    _Refusal("reset_attention_mask", bool, "--reset-attention-mask", "leave it out"),
-    _Refusal("reset_position_ids", bool, "--reset-position-ids", "leave it out"),
+    _Refusal("reset_attention_mask", bool, "--reset-attention-mask", _PACKED_INSTEAD),
+    _Refusal("reset_position_ids", bool, "--reset-position-ids", _PACKED_INSTEAD),
     _Refusal(
         "megatron_fsdp_enable_fine_grained_param_gather",
         bool,

@@ -11,6 +11,7 @@ from megatron_upipe.errors import UPipeError
 
 ROPE_MODES = ("stock", "exact")
 STORES = ("none", "host")
+PACKED_LAYOUTS = ("document", "sequence")
 PREFETCH_MODES = ("auto", "on", "off")
 FP8_ATTENTION_MODES = ("off", "forward", "full")
 # Megatron's fp32 RoPE angles are off by an error that grows with the position (see attention/rotary.py).
@@ -53,6 +54,9 @@ class UPipeConfig:
     """Every how many layers the input is kept; the others' are made again."""
     mlp_tile_tokens: int = 4096
     """Tokens of a tile of the MLP."""
+    packed_layout: str = "document"
+    """How packed documents lie on the ranks: ``document``, each in a zigzag of its own, as TransformerEngine has it and
+    ``--sft`` makes them; ``sequence``, one zigzag over all, as ``--dataloader-inter-document-masking`` does."""
     loss_tile_tokens: int = 1024
     """Tokens of a tile of the output layer and loss; 0: Megatron's own, with all logits at once."""
 
@@ -60,6 +64,7 @@ class UPipeConfig:
         _check_choice("--upipe-offload", self.offload, STORES)
         _check_choice("--upipe-fp8-attention", self.fp8_attention, FP8_ATTENTION_MODES)
         _check_choice("--upipe-prefetch", self.prefetch, PREFETCH_MODES)
+        _check_choice("UPipeConfig.packed_layout", self.packed_layout, PACKED_LAYOUTS)
         check_least("--upipe-keep-attention", self.keep_attention, 0)
         check_least("--upipe-checkpoint-every", self.checkpoint_every, 1)
         check_least("--upipe-mlp-tile-tokens", self.mlp_tile_tokens, 1)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_upipe.attention import core, module
 from megatron_upipe.attention.plan import AttentionParameters
-from megatron_upipe.context import exchange, ring
+from megatron_upipe.context import blocks, exchange
 
 
 class Fault(NamedTuple):
@@ -23,13 +23,13 @@ class Fault(NamedTuple):
 
 def _swap_heads(patch):
     """What comes back from the exchange goes to the neighbouring head."""
-    patch.setattr(core, "to_sequence", lambda t, group: exchange.to_sequence(t, group).roll(1, dims=2))
+    patch.setattr(core, "to_sequence", lambda t, *group: exchange.to_sequence(t, *group).roll(1, dims=2))
 
 
 def _forget_zigzag(patch):
     """Backs are taken in rising instead of falling order of the rank."""
 
-    def to_heads(shard, group):
+    def to_heads(shard, group, order):
         p = 1 if group is None else group.size()
         s, b, n, d = shard.shape
         received = exchange._all_to_all(shard.view(s, b, p, n // p, d).permute(2, 0, 1, 3, 4), group)
@@ -41,14 +41,14 @@ def _forget_zigzag(patch):
 
 def _drop_ring_step(patch):
     """Every second merge of a ring step is left out."""
-    original, calls = ring.merge_, []
+    original, calls = blocks.merge_, []
 
     def merge_(*args):
         calls.append(1)
         if len(calls) % 2:
             original(*args)
 
-    patch.setattr(ring, "merge_", merge_)
+    patch.setattr(blocks, "merge_", merge_)
 
 
 def _forget_to_sum_copies(patch):

@@ -30,10 +30,13 @@ from megatron_upipe.attention.projections import (
     project_queries,
 )
 from megatron_upipe.attention.schedule import Stage
+from megatron_upipe.attention.sinks import apply_sinks_, sink_gradient
 from megatron_upipe.context.exchange import to_heads, to_sequence
 from megatron_upipe.context.merge import MOST_IN_LOW_PRECISION, accumulation_dtype
+from megatron_upipe.context.packing import exchange_order
+from megatron_upipe.context.pieces import RingMask
 from megatron_upipe.context.ring import ring_backward, ring_forward
-from megatron_upipe.errors import UPipeError
+from megatron_upipe.context.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class AttentionNeeds:
     qkv: bool
     qkv_bias: bool
     proj: bool
+    sinks: bool = False
     elementwise: tuple[bool, ...] = ()
 
 
@@ -55,31 +59,35 @@ class AttentionGradients:
     qkv: Tensor | None
     qkv_bias: Tensor | None
     proj: Tensor | None
+    sinks: Tensor | None = None
     elementwise: list[Tensor | None] = field(default_factory=list)
 
 
 def attention_forward(
-    x: AttentionInput, weights: AttentionWeights, elementwise: Elementwise, plan: AttentionPlan, segments: None = None
+    x: AttentionInput, weights: AttentionWeights, elementwise: Elementwise, plan: AttentionPlan, segments: Segments
 ) -> DeviceAttention:
     """Attention of this rank's tokens, before output gates and the output projection.
 
-    What it returns is owned by the caller. ``segments`` (packed documents) must be None in this version. Stores nothing
-    for autograd. Collective.
+    What it returns is owned by the caller. ``segments`` are the documents of the sequence. Padding has out 0. Stores
+    nothing for autograd. Collective.
     """
-    _refuse_segments(segments)
-    schedule = plan.schedule
+    schedule, groups = plan.schedule, plan.groups
+    mask = RingMask(segments, plan.causal, plan.window)
+    order = exchange_order(segments, groups.ring_rank, x.tokens.device)
     s, b, _ = x.tokens.shape
     out = x.tokens.new_empty(s, b, schedule.query_heads, plan.head_dim)
     lse = []
     for stage in schedule.stages:
         if stage.begins_block:
             key, value = project_keys_values(x, weights, stage.block, plan)
-            kv = exchange_keys_values(elementwise.key(key, None), value, plan)
+            kv = exchange_keys_values(elementwise.key(key, None), value, plan, order)
             del key, value
-        q = to_heads(elementwise.query(project_queries(x, weights, stage, plan), None), plan.groups.ulysses)
-        stage_out, stage_lse = ring_forward(plan.kernel, q, kv, plan.causal, plan.scale, plan.groups.ring)
+        q = to_heads(elementwise.query(project_queries(x, weights, stage, plan), None), groups.ulysses, order)
+        stage_out, stage_lse = ring_forward(plan.kernel, q, kv, mask, plan.scale, groups.ring)
+        if weights.sinks is not None:
+            stage_lse = apply_sinks_(stage_out, stage_lse, _sinks_of(weights.sinks, stage, plan).flatten())
         view = query_heads(out, schedule, stage, axis=2)
-        view.copy_(to_sequence(stage_out, plan.groups.ulysses).view(view.shape))
+        view.copy_(to_sequence(stage_out, groups.ulysses, order).view(view.shape))
         lse.append(stage_lse)
         del q, stage_out
         if stage.ends_block:
@@ -95,7 +103,7 @@ def attention_backward(
     elementwise: Elementwise,
     plan: AttentionPlan,
     needs: AttentionNeeds,
-    segments: None = None,
+    segments: Segments,
 ) -> AttentionGradients:
     """Gradients of ``attention_forward`` followed by output gates and the output projection.
 
@@ -103,8 +111,7 @@ def attention_backward(
     norm). dx lacks the sum over the tensor-parallel group, weight gradients that over data and context parallel ranks.
     Collective, whatever ``needs``.
     """
-    _refuse_segments(segments)
-    backward = _Backward(dy, x, weights, elementwise, plan, needs)
+    backward = _Backward(dy, x, weights, elementwise, plan, needs, segments)
     pieces = kept.stages()
     for stage in plan.schedule.stages:
         if stage.begins_block:
@@ -118,7 +125,7 @@ def attention_backward(
 class _Backward:
     """State of one ``attention_backward``: running sums, and K and V of the current block."""
 
-    def __init__(self, dy, x, weights, elementwise, plan, needs) -> None:
+    def __init__(self, dy, x, weights, elementwise, plan, needs, segments) -> None:
         schedule = plan.schedule
         self.x, self.dtype = x, x.tokens.dtype
         self.weights, self.elementwise, self.plan, self.needs = weights, elementwise, plan, needs
@@ -130,19 +137,24 @@ class _Backward:
         self.dbias = WeightGradient(weights.qkv_bias, fuse) if needs.qkv_bias else None
         self.dproj = WeightGradient(weights.proj.parameter, fuse) if needs.proj else None
         self.delementwise = ElementwiseGradient(elementwise.parameters, needs.elementwise)
+        self.dsinks = None
+        if needs.sinks:
+            self.dsinks = torch.zeros_like(weights.sinks, dtype=accumulation_dtype(weights.sinks.dtype))
+        self.mask = RingMask(segments, plan.causal, plan.window)
+        self.order = exchange_order(segments, plan.groups.ring_rank, x.tokens.device)
         # gradients of projections [s, b, n] that wait for their GEMMs, and the rows of the weight that they belong to
         self.pending: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
 
     def begin_block(self, block: int) -> None:
         key, value = project_keys_values(self.x, self.weights, block, self.plan)
-        self.kv = exchange_keys_values(self.elementwise.key(key, None), value, self.plan)
+        self.kv = exchange_keys_values(self.elementwise.key(key, None), value, self.plan, self.order)
         self.raw_key = None if self.elementwise.linear else key
         self.dk = self.dv = None
 
     def stage(self, stage: Stage, pieces: Iterator[tuple[Tensor, Tensor]]) -> None:
-        plan, ulysses = self.plan, self.plan.groups.ulysses
+        plan, ulysses, order = self.plan, self.plan.groups.ulysses, self.order
         raw = project_queries(self.x, self.weights, stage, plan)
-        q = to_heads(self.elementwise.query(raw, None), ulysses)
+        q = to_heads(self.elementwise.query(raw, None), ulysses, order)
         shape = raw.shape
         if self.elementwise.linear:
             raw = None
@@ -154,14 +166,18 @@ class _Backward:
             projected = self.precision.tokens(flat(projected.flatten(2)), forward=False, backward=True)
             self.dproj.write(columns, self.precision.weight_gradient(self.dy, projected, self.dproj.dtype))
         del projected
-        out = to_heads(out, ulysses)
-        dout = to_heads(self._dprojected(columns, shape) if dout is None else dout, ulysses)
+        out = to_heads(out, ulysses, order)
+        dout = to_heads(self._dprojected(columns, shape) if dout is None else dout, ulysses, order)
+        if self.dsinks is not None:
+            part = sink_gradient(dout, out, lse, _sinks_of(self.weights.sinks, stage, plan).flatten())
+            target = _sinks_of(self.dsinks, stage, plan)
+            target.copy_(part.view(target.shape))
 
-        dq, dk, dv = ring_backward(plan.kernel, dout, q, self.kv, out, lse, plan.causal, plan.scale, plan.groups.ring)
+        dq, dk, dv = ring_backward(plan.kernel, dout, q, self.kv, out, lse, self.mask, plan.scale, plan.groups.ring)
         del q, out, dout
         self._add_keys_values(stage, dk, dv)
         del dk, dv
-        dq = to_sequence(dq.to(self.dtype), ulysses)
+        dq = to_sequence(dq.to(self.dtype), ulysses, order)
         dq = self.delementwise.through(self.elementwise.query, raw, dq)
         rows = partial(query_rows, schedule=plan.schedule, stage=stage, head_dim=plan.head_dim)
         self.pending.append((dq.flatten(2), rows))
@@ -173,7 +189,7 @@ class _Backward:
         c, copies = plan.schedule.kv_per_rank, plan.schedule.copies
         dkv = torch.cat((self.dk.to(dtype), self.dv.to(dtype)), dim=1)
         self.kv = self.dk = self.dv = None
-        dkv = to_sequence(dkv, plan.groups.ulysses).unflatten(2, (-1, copies, 2, c))
+        dkv = to_sequence(dkv, plan.groups.ulysses, self.order).unflatten(2, (-1, copies, 2, c))
         if copies > 1:
             dkv = dkv.sum(3, keepdim=True, dtype=accumulation_dtype(dtype)).to(dtype)
         dkey, dvalue = dkv.squeeze(3).unbind(3)  # [s, b, P/copies, c, d]
@@ -190,6 +206,7 @@ class _Backward:
             qkv=self.dqkv and self.dqkv.result(),
             qkv_bias=self.dbias and self.dbias.result(),
             proj=self.dproj and self.dproj.result(),
+            sinks=self.dsinks,
             elementwise=self.delementwise.result(),
         )
 
@@ -251,6 +268,6 @@ class _Backward:
                 self.dqkv.write(rows, part)
 
 
-def _refuse_segments(segments: None) -> None:
-    if segments is not None:
-        raise UPipeError("packed documents (segments) are not supported by UPipe in this version")
+def _sinks_of(sinks: Tensor, stage: Stage, plan: AttentionPlan) -> Tensor:
+    """[H] -> view [c, m'] of those of the stage's heads that this rank attends, in kernel order."""
+    return query_heads(sinks, plan.schedule, stage, axis=0)[plan.groups.ulysses_rank]

@@ -21,6 +21,7 @@ from megatron_upipe.attention.input import AttentionInput
 from megatron_upipe.attention.kept import DeviceAttention
 from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, AttentionWeights, Elementwise
 from megatron_upipe.attention.projections import gate_output, project_output
+from megatron_upipe.context.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class AttentionCall:
     parameters: Callable[[], AttentionParameters]
     gather: Callable[[Tensor], Tensor]
     reduce: Callable[[Tensor], Tensor]
+    segments: Segments
     tensor_parallel_size: int = 1
 
     def weights(self) -> AttentionWeights:
@@ -50,7 +52,7 @@ class AttentionCall:
 
 
 class UPipeAttentionFunction(torch.autograd.Function):
-    """``apply(grad_enabled, call, x, qkv, qkv_bias, proj, *elementwise parameters)`` -> y."""
+    """``apply(grad_enabled, call, x, *call.parameters(), *elementwise parameters)`` -> y."""
 
     @staticmethod
     def forward(
@@ -61,12 +63,13 @@ class UPipeAttentionFunction(torch.autograd.Function):
         qkv: Tensor,
         qkv_bias: Tensor | None,
         proj: Tensor,
+        sinks: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
         # Grad mode is off in here whatever the caller's is, hence the argument.
-        weights = AttentionWeights.of(AttentionParameters(qkv, qkv_bias, proj), call.plan.precision)
+        weights = AttentionWeights.of(AttentionParameters(qkv, qkv_bias, proj, sinks), call.plan.precision)
         gathered = AttentionInput(call.gather(x), call.plan.precision)
-        kept = attention_forward(gathered, weights, call.elementwise, call.plan)
+        kept = attention_forward(gathered, weights, call.elementwise, call.plan, call.segments)
         if grad_enabled:
             ctx.call = call
             ctx.save_for_backward(x, kept.out, *kept.lse)
@@ -77,7 +80,7 @@ class UPipeAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple:
         call: AttentionCall = ctx.call
         x, out, *lse = ctx.saved_tensors
-        _, _, needs_x, needs_qkv, needs_bias, needs_proj, *needs_parameters = ctx.needs_input_grad
+        _, _, needs_x, needs_qkv, needs_bias, needs_proj, needs_sinks, *needs_parameters = ctx.needs_input_grad
         gradients = attention_backward(
             call.gather(dy),
             AttentionInput(call.gather(x), call.plan.precision, backward=needs_qkv),
@@ -85,7 +88,9 @@ class UPipeAttentionFunction(torch.autograd.Function):
             call.weights(),
             call.elementwise,
             call.plan,
-            AttentionNeeds(needs_x, needs_qkv, needs_bias, needs_proj, tuple(needs_parameters)),
+            AttentionNeeds(needs_x, needs_qkv, needs_bias, needs_proj, needs_sinks, tuple(needs_parameters)),
+            call.segments,
         )
         dx = None if gradients.x is None else call.reduce(gradients.x.to(x.dtype))
-        return None, None, dx, gradients.qkv, gradients.qkv_bias, gradients.proj, *gradients.elementwise
+        weights = (gradients.qkv, gradients.qkv_bias, gradients.proj, gradients.sinks)
+        return None, None, dx, *weights, *gradients.elementwise

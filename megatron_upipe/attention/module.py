@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,29 +18,26 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_upipe.attention.elementwise import apply_norm
 from megatron_upipe.attention.function import AttentionCall, UPipeAttentionFunction
 from megatron_upipe.attention.linears import UPipeColumnParallelLinear, given, parameters_of
 from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, Elementwise
-from megatron_upipe.attention.rotary import exact_angles
+from megatron_upipe.attention.rotary import angles_of_documents, exact_angles
 from megatron_upipe.attention.schedule import head_schedule
+from megatron_upipe.attention.sinks_module import SinksOnly
 from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_model, check_parallelism
 from megatron_upipe.config import UPipeConfig
 from megatron_upipe.context.groups import ContextGroups, context_groups
+from megatron_upipe.context.packing import PackedBatches
+from megatron_upipe.context.segments import Segments, one_document
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.kernels.select import AUTO, fp8_kernel, passed_over, select_kernel
 from megatron_upipe.precision.recipes import check_alignment, layer_recipe
 from megatron_upipe.precision.select import select_precision
-
-
-class _NoCoreAttention(torch.nn.Module):
-    """Stands where Megatron builds its core attention, which refuses context parallelism or would go unused."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
 
 
 class UPipeSelfAttention(SelfAttention):
@@ -77,7 +75,9 @@ class UPipeSelfAttention(SelfAttention):
             check_model(config)
             if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
                 raise UPipeError(f"attention mask type {attn_mask_type.name} is not supported by UPipe; use causal")
-            submodules = replace(submodules, core_attention=_NoCoreAttention)
+            # Megatron's own refuses context parallelism or would go unused
+            te = getattr(submodules.core_attention, "__name__", "").startswith("TE")
+            submodules = replace(submodules, core_attention=partial(SinksOnly, te=te))
         elif config.fp8 and submodules.linear_qkv is UPipeColumnParallelLinear:
             raise UPipeError(
                 f"--fp8-format {config.fp8} with --context-parallel-size 1 needs TransformerEngine's linears; use "
@@ -145,31 +145,54 @@ class UPipeSelfAttention(SelfAttention):
         if not self.context_parallel:
             self._announce_once()
             if self.upipe.rope == "exact" and inference is None:
-                rotary_pos_emb = self._angles(rotary_pos_emb, hidden_states)
+                tokens = hidden_states.shape[0] * self.shards
+                if packed_seq_params is not None:  # Megatron takes from its table what each document needs
+                    tokens = max(packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv)
+                rotary_pos_emb = self._angles(rotary_pos_emb, one_document(self.groups.layout, tokens))
             return super().forward(
                 hidden_states, attention_mask, inference_context=inference, rotary_pos_emb=rotary_pos_emb, **others
             )
+        packed = others.pop("packed_seq_params")
         refuse_arguments(attention_mask, inference, others)
-        call = self.call(hidden_states, rotary_pos_emb)
+        call = self.call(hidden_states, rotary_pos_emb, packed)
         output = UPipeAttentionFunction.apply(
             torch.is_grad_enabled(), call, hidden_states, *call.parameters(), *call.elementwise.parameters
         )
         return output, given(self.linear_proj.bias)
 
-    def call(self, hidden_states: Tensor, rotary_pos_emb: Any) -> AttentionCall:
-        """What computes attention of these tokens, [s/TP or s, b, hidden]; not collective."""
+    def call(self, hidden_states: Tensor, rotary_pos_emb: Any, packed: Any = None) -> AttentionCall:
+        """What computes attention of these tokens, [s/TP or s, b, hidden], with b = 1 if they are ``packed``.
+
+        Collective over the context-parallel group: the first time, and once for each packed micro-batch.
+        """
         self._use_kernel_for(hidden_states)
+        tokens, micro_batch = hidden_states.shape[0] * self.shards, hidden_states.shape[1]
         if self.recipe is not None:
-            self._check_fp8_tokens(hidden_states.shape[0] * self.shards, hidden_states.shape[1])
+            self._check_fp8_tokens(tokens, micro_batch)
+        segments = self._segments(packed, tokens, micro_batch)
         sequence_parallel = self.shards > 1
         return AttentionCall(
             plan=self.plan,
-            elementwise=self._elementwise(rotary_pos_emb, hidden_states),
+            elementwise=self._elementwise(rotary_pos_emb, segments, packed is not None),
             parameters=self._attention_parameters,
             gather=self._gather if sequence_parallel else _same,
             reduce=self._reduce_scatter if sequence_parallel else self._reduce,
+            segments=segments,
             tensor_parallel_size=self.world_size,
         )
+
+    def _segments(self, packed: Any, tokens: int, micro_batch: int) -> Segments:
+        layout = self.groups.layout
+        if packed is None:
+            return one_document(layout, tokens * layout.size)
+        if micro_batch > 1:
+            raise UPipeError(
+                f"packed documents come as one sequence, not as a micro-batch of {micro_batch}; put the samples one "
+                "after the other (megatron.core.utils.flatten_batch_for_packed_sequences)"
+            )
+        if self.recipe is not None and self.upipe.fp8_attention != "off":
+            raise UPipeError(f"--upipe-fp8-attention {self.upipe.fp8_attention} takes no packed documents; use off")
+        return _packed_batches.segments(packed, self.groups, tokens, self.upipe.packed_layout == "document")
 
     def _check_fp8_tokens(self, tokens: int, micro_batch: int) -> None:
         check_alignment(self.recipe, {"the tokens of a rank": tokens * micro_batch})
@@ -199,9 +222,19 @@ class UPipeSelfAttention(SelfAttention):
             head_dim=head_dim,
             scale=config.softmax_scale if config.softmax_scale is not None else 1 / math.sqrt(head_dim),
             causal=self.attn_mask_type == AttnMaskType.causal,
+            window=self._window(),
             output_gate=config.attention_output_gate,
             fuse_weight_gradients=config.gradient_accumulation_fusion,
         )
+
+    def _window(self) -> int | None:
+        """Tokens before its own that a query of this layer sees."""
+        config = self.config
+        if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number):
+            return None
+        if self.attn_mask_type != AttnMaskType.causal:
+            raise UPipeError(f"--window-size with attention mask type {self.attn_mask_type.name}; use causal")
+        return None if config.window_size[0] < 0 else config.window_size[0]
 
     def _use_kernel_for(self, x: Tensor) -> None:
         """Layers may move to another device or dtype after they are built; the kernel follows."""
@@ -209,14 +242,15 @@ class UPipeSelfAttention(SelfAttention):
         if inputs == self._kernel_inputs or self._given_kernel:
             return
         self._kernel_inputs = inputs
+        self.groups.connect(x.device)
         name, deterministic = self.upipe.attention_backend, self.config.deterministic_mode
-        base = kernel = select_kernel(*inputs, name, deterministic)
+        base = kernel = select_kernel(*inputs, name, deterministic, self.plan.window is not None)
         if self.recipe is not None:
             kernel = fp8_kernel(self.upipe.fp8_attention, base, *inputs, deterministic)
         precision = select_precision(self.recipe, x.device, x.dtype)
         self.plan = replace(self.plan, kernel=kernel, precision=precision)
         _announce(self.describe())
-        reasons = passed_over(base, *inputs) if x.is_cuda and name == AUTO else []
+        reasons = passed_over(base, *inputs, self.plan.window is not None) if x.is_cuda and name == AUTO else []
         if reasons:
             _announce(f"attention backends passed over: {'; '.join(reasons)}")
 
@@ -235,11 +269,11 @@ class UPipeSelfAttention(SelfAttention):
         """The parameters, through their modules' calls."""
         qkv, bias = parameters_of(self.linear_qkv, "linear_qkv")
         proj, _ = parameters_of(self.linear_proj, "linear_proj")
-        return AttentionParameters(qkv, bias, proj)
+        return AttentionParameters(qkv, bias, proj, self.core_attention())
 
-    def _elementwise(self, rotary_pos_emb: Any, hidden_states: Tensor) -> Elementwise:
+    def _elementwise(self, rotary_pos_emb: Any, segments: Segments, packed: bool) -> Elementwise:
         """q/k norm and RoPE of this call's tokens."""
-        angles = self._angles(rotary_pos_emb, hidden_states)
+        angles = self._angles(rotary_pos_emb, segments, packed)
         q_parameters, k_parameters = _parameters(self.q_layernorm), _parameters(self.k_layernorm)
         count = len(q_parameters)
 
@@ -263,24 +297,21 @@ class UPipeSelfAttention(SelfAttention):
             linear=self.q_layernorm is None and self.k_layernorm is None,
         )
 
-    def _angles(self, rotary_pos_emb: Any, hidden_states: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """RoPE angles of queries and keys, [s, 1, 1, rotary_dim] each; None for layers without RoPE."""
+    def _angles(
+        self, rotary_pos_emb: Any, segments: Segments, packed: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """RoPE angles of queries and keys, [s, 1, 1, rotary_dim] each; None for layers without RoPE.
+
+        For packed documents Megatron hands over those of one document, from its beginning.
+        """
         config = self.config
         if rotary_pos_emb is None or (config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]):
             return None, None
+        tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         if self.upipe.rope == "stock":
-            return rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        groups = self.groups
-        tokens = hidden_states.shape[0] * self.shards
-        angles = exact_angles(
-            groups.layout,
-            groups.rank,
-            tokens * groups.layout.size,
-            self.upipe.rotary,
-            self.hidden_size_per_attention_head,
-            config.rotary_interleaved,
-            hidden_states.device,
-        )
+            return tuple(angles_of_documents(t, segments, self.groups.rank) for t in tables) if packed else tables
+        how = self.upipe.rotary, self.hidden_size_per_attention_head, config.rotary_interleaved, tables[0].device
+        angles = exact_angles(segments, self.groups.rank, *how)
         return angles, angles
 
     def _gather(self, shard: Tensor) -> Tensor:
@@ -331,6 +362,7 @@ def _context_groups(config: TransformerConfig, pg_collection: Any) -> ContextGro
     return context_groups(context, hierarchical, sizes)
 
 
+_packed_batches = PackedBatches()
 _announced: set[str] = set()
 
 

@@ -25,6 +25,8 @@ class AttentionPlan:
     head_dim: int
     scale: float
     causal: bool
+    window: int | None = None
+    """Of causal attention: tokens before its own that a query sees; None: all."""
     output_gate: bool = False
     fuse_weight_gradients: bool = False
     precision: Precision = PLAIN
@@ -33,10 +35,11 @@ class AttentionPlan:
     def describe(self) -> str:
         """One line for the log: heads, stages, U, P, R, kernel."""
         s = self.schedule
+        window = "" if self.window is None else f", window {self.window}"
         return (
             f"{s.query_heads} query and {s.kv_heads} KV heads of size {self.head_dim} per tensor-parallel rank, "
             f"{len(s.stages)} stages of U = {s.heads_per_stage} heads, P = {s.ulysses_size} (Ulysses) x "
-            f"R = {self.groups.layout.ring_size} (ring), kernel {self.kernel.name}"
+            f"R = {self.groups.layout.ring_size} (ring), kernel {self.kernel.name}{window}"
         )
 
 
@@ -46,6 +49,7 @@ class AttentionParameters(NamedTuple):
     qkv: Tensor  # [K*(g+2)*d, hidden]
     qkv_bias: Tensor | None  # [K*(g+2)*d]
     proj: Tensor  # [hidden, H*d]
+    sinks: Tensor | None = None  # [H]
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,12 @@ class AttentionWeights:
     qkv: Weight
     qkv_bias: Tensor | None
     proj: Weight
+    sinks: Tensor | None = None
 
     @classmethod
     def of(cls, parameters: AttentionParameters, precision: Precision) -> AttentionWeights:
-        qkv, bias, proj = parameters
-        return cls(Weight(qkv, precision), bias, Weight(proj, precision))
+        qkv, bias, proj, sinks = parameters
+        return cls(Weight(qkv, precision), bias, Weight(proj, precision), sinks)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def project_keys_values(
     return key.flatten(2, 3), value.flatten(2, 3)
 
 
-def exchange_keys_values(key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+def exchange_keys_values(key: Tensor, value: Tensor, plan: AttentionPlan, order: Tensor | None) -> Tensor:
     """K and V [s, b, P/copies * c, d] -> those of this rank [b, 2c, L, d], keys before values, in one exchange.
 
     A KV head that several ranks attend is sent to each of them.
@@ -75,4 +75,4 @@ def exchange_keys_values(key: Tensor, value: Tensor, plan: AttentionPlan) -> Ten
     pairs = torch.stack((key.unflatten(*by_rank), value.unflatten(*by_rank)), dim=3)  # [s, b, P/copies, 2, c, d]
     if plan.schedule.copies > 1:
         pairs = pairs.repeat_interleave(plan.schedule.copies, dim=2)
-    return to_heads(pairs.flatten(2, 4), plan.groups.ulysses)
+    return to_heads(pairs.flatten(2, 4), plan.groups.ulysses, order)

@@ -7,13 +7,13 @@ made here replace that table in Megatron's own ``apply_rotary_pos_emb``.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from megatron_upipe.config import RotarySettings
-from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.context.packing import positions_in_documents
+from megatron_upipe.context.segments import Segments
 
 # Llama 3's frequency scaling (Meta, Llama 3.1 model card): factors and the context length it was trained at.
 LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR, ORIGINAL_LENGTH = 1.0, 4.0, 8192
@@ -32,12 +32,25 @@ def inverse_frequencies(settings: RotarySettings, head_dim: int) -> Tensor:
     return smooth * frequencies + (1 - smooth) * frequencies / factor
 
 
-@lru_cache(maxsize=4)
 @torch.inference_mode(False)  # evaluation may make what training uses next
+def angles_of_documents(table: Tensor, segments: Segments, rank: int) -> Tensor:
+    """Megatron's angles [s, 1, 1, rotary_dim] of context-parallel rank ``rank``, from its ``table`` of a document's.
+
+    Padding behind the table has the table's last angle. Kept with the segments and shared: not to be written to.
+    """
+
+    def make() -> Tensor:
+        positions = positions_in_documents(segments, rank, table.device)
+        return table[positions.clamp(max=table.shape[0] - 1)]
+
+    # the key holds the table, so that no other can come to have its address
+    return segments.remembered(("angles", id(table), rank), lambda: (table, make()))[1]
+
+
+@torch.inference_mode(False)
 def exact_angles(
-    layout: SequenceLayout,
+    segments: Segments,
     rank: int,
-    length: int,
     settings: RotarySettings,
     head_dim: int,
     interleaved: bool,
@@ -45,10 +58,16 @@ def exact_angles(
 ) -> Tensor:
     """fp32 angles [s, 1, 1, rotary_dim] of context-parallel rank ``rank``, in Megatron's arrangement of pairs.
 
-    Cached and shared: not to be written to.
+    Kept with the segments and shared: not to be written to.
     """
-    positions = torch.cat([torch.arange(half.start, half.stop) for half in layout.positions(rank, length)])
-    positions = positions.to(device=device, dtype=torch.float64)
+    how = rank, settings, head_dim, interleaved, device
+    return segments.remembered(("exact angles", *how), lambda: _exact_angles(segments, *how))
+
+
+def _exact_angles(
+    segments: Segments, rank: int, settings: RotarySettings, head_dim: int, interleaved: bool, device: torch.device
+) -> Tensor:
+    positions = positions_in_documents(segments, rank, device).to(torch.float64)
     if settings.interpolation_factor is not None:
         positions = positions / settings.interpolation_factor
     angles = torch.outer(positions, inverse_frequencies(settings, head_dim).to(device))

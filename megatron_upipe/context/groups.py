@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from megatron_upipe.context.layout import SequenceLayout
@@ -28,6 +29,11 @@ class ContextGroups:
     @property
     def ring_rank(self) -> int:
         return 0 if self.ring is None else self.ring.rank()
+
+    def connect(self, device: torch.device) -> None:
+        """Makes the ring's connections. Collective over the ring: later, not every rank takes part in every step."""
+        if self.ring is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=self.ring)
 
     @property
     def rank(self) -> int:

@@ -1,100 +1,120 @@
-"""Zigzag ring attention over the R ranks of the ring group.
+"""Ring attention over the R ranks of the ring group.
 
-Each ring rank holds a front and a back half of L/2 tokens in attention order. K and V (never expanded to the query
-heads) travel one rank a step. For causal attention the block of step i, with K and V of ring rank ``source``, is
-
-    source == rank    all queries x all keys, causal
-    source <  rank    all queries x the front keys
-    source >  rank    the back queries x all keys
-
-so that every rank has the same work in every step. Source of the scheme: zigzag ring attention (zhuzilin's
-ring-flash-attention); the backward sends each shard's dK and dV along with it and back to its owner.
+In step i each ring rank attends the keys and values (never expanded to the query heads) of the rank i before it, which
+come straight from there, and in backward sends their gradient straight back. A rank is sent only the rows that it sees
+any of, and nothing where it sees none: steps outside a window, documents that it has no part of. Who sees what is in
+``pieces.py``; all ranks know it of each other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_upipe.context.merge import MOST_IN_LOW_PRECISION, accumulation_dtype, merge_
+from megatron_upipe.context.blocks import AttentionSum, Blocks, GradientSum
+from megatron_upipe.context.merge import MOST_IN_LOW_PRECISION, accumulation_dtype
+from megatron_upipe.context.pieces import RingMask, Rows, Step
 from megatron_upipe.kernels.protocol import Kernel
+
+_KV_TAG, _GRADIENT_TAG = 0, 1
 
 
 class Transfer:
-    """One batched send to the next and receive from the previous ring rank; ``wait`` exactly once."""
+    """One batched sending to a ring rank and receiving from another; ``wait`` exactly once.
 
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> None:
-        if not tensor.is_contiguous():
+    Either side may be empty: no tensors, whatever the rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tag: int,
+        sent: Sequence[Tensor],
+        to: int,
+        received: Sequence[Tensor],
+        source: int,
+    ) -> None:
+        if not all(t.is_contiguous() for t in (*sent, *received)):
             raise ValueError("a tensor sent around the ring must be contiguous")
-        rank, size = group.rank(), group.size()
         peers = dist.get_process_group_ranks(group)
-        self._sent = tensor  # alive until it has left
-        self._received = torch.empty_like(tensor)
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, peers[(rank + 1) % size], group, tag),
-                dist.P2POp(dist.irecv, self._received, peers[(rank - 1) % size], group, tag),
-            ]
-        )
+        self._sent, self._received = sent, received  # alive until they have left and come
+        operations = [dist.P2POp(dist.isend, tensor, peers[to], group, tag + i) for i, tensor in enumerate(sent)]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, peers[source], group, tag + i) for i, tensor in enumerate(received)
+        ]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
 
-    def wait(self) -> Tensor:
-        """What the previous rank sent; owned by the caller."""
+    def wait(self) -> Sequence[Tensor]:
+        """What came, owned by the caller."""
         if self._works is None:
             raise RuntimeError("wait called twice on the same ring transfer")
         for work in self._works:
             work.wait()
-        self._works = self._sent = None
+        self._works, self._sent = None, ()
         return self._received
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Slices along the token axis, and whether the block is causal."""
+class _Ring:
+    """This rank's place in the ring, and what moves in each step."""
 
-    queries: slice
-    keys: slice
-    causal: bool
+    def __init__(self, mask: RingMask, group: dist.ProcessGroup | None) -> None:
+        self._mask, self._group = mask, group
+        self.size = 1 if group is None else group.size()
+        self._rank = 0 if group is None else group.rank()
 
+    def step(self, i: int) -> Step | None:
+        """What this rank does in step i, with keys of the rank i before it."""
+        return self._mask.step(self._rank, (self._rank - i) % self.size)
 
-_ALL = slice(None)
-_KV_TAG, _GRADIENT_TAG = 0, 1
+    def _mirrored(self, i: int) -> Step | None:
+        """What the rank i behind this one does in step i, with keys of this one."""
+        return self._mask.step((self._rank + i) % self.size, self._rank)
 
+    def fetch(self, kv: Tensor, i: int) -> Transfer | None:
+        """Brings the keys and values of step i, from ``kv`` of their owners; None after the last step."""
+        if i == self.size:
+            return None
+        mine, theirs = self.step(i), self._mirrored(i)
+        sent = [] if theirs is None else [kv[:, :, slice(*theirs.fetched)].contiguous()]
+        received = [] if mine is None else [_empty(kv, mine.fetched)]
+        before, behind = (self._rank - i) % self.size, (self._rank + i) % self.size
+        return Transfer(self._group, _KV_TAG, sent, behind, received, before)
 
-def _block(step: int, group: dist.ProcessGroup, length: int, causal: bool) -> _Block:
-    if not causal or step == 0:
-        return _Block(_ALL, _ALL, causal)
-    source = (group.rank() - step) % group.size()
-    half = length // 2
-    return _Block(_ALL, slice(half), False) if source < group.rank() else _Block(slice(half, None), _ALL, False)
+    def bring_back(self, gradients: Sequence[Tensor], totals: Sequence[GradientSum], i: int) -> Callable[[], None]:
+        """Sends dk and dv of step i to their owner; the returned call adds those of this rank's to ``totals``."""
+        theirs = self._mirrored(i)
+        received = [] if theirs is None else [total.like(theirs.seen) for total in totals]
+        before, behind = (self._rank - i) % self.size, (self._rank + i) % self.size
+        sent = [gradient.contiguous() for gradient in gradients]
+        transfer = Transfer(self._group, _GRADIENT_TAG, sent, before, received, behind)
+
+        def add() -> None:
+            for total, part in zip(totals, transfer.wait(), strict=False):
+                total.add(slice(*theirs.seen), part)
+
+        return add
 
 
 def ring_forward(
-    kernel: Kernel, q: Tensor, kv: Tensor, causal: bool, scale: float, group: dist.ProcessGroup | None
+    kernel: Kernel, q: Tensor, kv: Tensor, mask: RingMask, scale: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Attention of ``q`` [b, m, L, d] to the keys and values of all ring ranks. Collective over the ring.
 
     ``kv`` [b, 2c, L, d], keys before values, contiguous. Returns out (dtype of q) and lse (accumulation dtype, natural
-    log) [b, m, L], owned by the caller.
+    log) [b, m, L], owned by the caller; rows that see no key have out 0 and lse -inf.
     """
-    if group is None:
-        return kernel.forward(q, *kv.chunk(2, dim=1), causal, scale)
-    out = lse = None
-    for step in range(group.size()):
-        transfer = Transfer(kv, group, _KV_TAG) if step + 1 < group.size() else None
-        block = _block(step, group, q.shape[2], causal)
-        k, v = kv[:, :, block.keys].chunk(2, dim=1)
-        block_out, block_lse = kernel.forward(q[:, :, block.queries], k, v, block.causal, scale)
-        if out is None:
-            out, lse = block_out.to(accumulation_dtype(q.dtype)), block_lse
-        else:
-            merge_(out[:, :, block.queries], lse[:, :, block.queries], block_out, block_lse)
-        del block_out, block_lse, k, v  # before the next block's
+    ring, blocks, total = _Ring(mask, group), Blocks(kernel, mask, scale), AttentionSum(q)
+    own = kv
+    for i in range(ring.size):
+        transfer = ring.fetch(own, i + 1)
+        step = ring.step(i)
+        if step is not None:
+            blocks.forward(step, q, kv[:, :, step.seen_of_fetched], total)
         if transfer is not None:
-            kv = transfer.wait()
-    return out.to(q.dtype), lse
+            (kv,) = transfer.wait() or (None,)
+    return total.result()
 
 
 def ring_backward(
@@ -104,7 +124,7 @@ def ring_backward(
     kv: Tensor,
     out: Tensor,
     lse: Tensor,
-    causal: bool,
+    mask: RingMask,
     scale: float,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,32 +133,31 @@ def ring_backward(
     Returns dq [b, m, L, d], and dk and dv [b, c, L, d] of this rank's keys and values, owned by the caller. They are in
     accumulation dtype where R is above 8; else as the kernel returns them.
     """
-    if group is None:
-        return kernel.backward(dout, q, *kv.chunk(2, dim=1), out, lse, causal, scale)
-    size = group.size()
+    ring, blocks = _Ring(mask, group), Blocks(kernel, mask, scale)
     # one addition a rank; if they are few, in the precision of what is added
-    dtype = q.dtype if size <= MOST_IN_LOW_PRECISION else accumulation_dtype(q.dtype)
-    dq = gradients = None
-    for step in range(size):
-        transfer = Transfer(kv, group, _KV_TAG) if step + 1 < size else None
-        block = _block(step, group, q.shape[2], causal)
-        rows = block.queries
-        k, v = kv[:, :, block.keys].chunk(2, dim=1)
-        block_dq, block_dk, block_dv = kernel.backward(
-            dout[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows], block.causal, scale
-        )
-        if dq is None:  # the first block has all rows
-            dq, dkv = block_dq.to(dtype), torch.cat((block_dk, block_dv), dim=1).to(dtype)
-        else:
-            dq[:, :, rows] += block_dq
-            dkv = gradients.wait()
-            dk, dv = dkv[:, :, block.keys].chunk(2, dim=1)
-            dk += block_dk
-            dv += block_dv
-            del dk, dv
-        del k, v, block_dq, block_dk, block_dv  # before the next block's
-        gradients = Transfer(dkv, group, _GRADIENT_TAG)
-        del dkv
+    dtype = q.dtype if ring.size <= MOST_IN_LOW_PRECISION else accumulation_dtype(q.dtype)
+    own, (k, v) = kv, kv.chunk(2, dim=1)
+    dq, dk, dv = (GradientSum(t, dtype) for t in (q, k, v))
+    add_what_comes: Callable[[], None] = lambda: None  # noqa: E731
+    for i in range(ring.size):
+        transfer = ring.fetch(own, i + 1)
+        step = ring.step(i)
+        parts: Sequence[GradientSum] = (dk, dv) if i == 0 else ()
+        if step is not None:
+            kv = kv[:, :, step.seen_of_fetched]
+            if i > 0:
+                parts = [GradientSum(t, dtype) for t in kv.chunk(2, dim=1)]
+            blocks.backward(step, (dout, q, out, lse), kv, (dq, *parts))
+        if i > 0:
+            add_what_comes()
+            add_what_comes = ring.bring_back([part.result() for part in parts], (dk, dv), i)
+        del parts
         if transfer is not None:
-            kv = transfer.wait()
-    return dq, *gradients.wait().chunk(2, dim=1)
+            (kv,) = transfer.wait() or (None,)
+    add_what_comes()
+    return dq.result(), dk.result(), dv.result()
+
+
+def _empty(kv: Tensor, rows: Rows) -> Tensor:
+    b, heads, _, d = kv.shape
+    return kv.new_empty(b, heads, rows.stop - rows.start, d)

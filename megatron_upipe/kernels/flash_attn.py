@@ -21,50 +21,104 @@ from megatron_upipe.kernels.conventions import (
     refuses_on_gpu,
     tokens_first,
 )
+from megatron_upipe.kernels.protocol import Documents
 
 
 @dataclass(frozen=True)
 class FlashAttention(ABC):
-    """See ``protocol.Kernel``. The packages take [b, l, n, d], strided but for the last axis."""
+    """See ``protocol.Kernel``. The packages take [b, l, n, d], packed [l, n, d] with lse [n, l]; strided but for the
+    last axis."""
 
     deterministic: bool = False
+    windows: bool = True
 
     name: ClassVar[str]
     module: ClassVar[str]
     functions: ClassVar[tuple[str, str]] = ("_flash_attn_forward", "_flash_attn_backward")
+    packed_functions: ClassVar[tuple[str, ...]] = ()
+    """For packed documents, if they are others."""
     install: ClassVar[str]
     architectures: ClassVar[range]
     """Major compute capabilities."""
     largest_head: ClassVar[int] = 256
 
     @abstractmethod
-    def call_forward(self, function: Callable, q: Tensor, k: Tensor, v: Tensor, **common: Any) -> tuple:
-        """out and lse first; ``common`` are softmax_scale and causal."""
+    def forward_arguments(self, causal: bool, left: int, documents: dict[str, Any]) -> dict[str, Any]:
+        """What forward takes besides q, k, v and softmax_scale. ``left`` is -1 without a window; ``documents`` are
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, or nothing."""
 
     @abstractmethod
-    def call_backward(self, function: Callable, gradients: list[Tensor], lse: Tensor, **common: Any) -> None:
-        """Fills ``gradients`` (dq, dk, dv); ``common`` are also dout, q, k, v, out and deterministic."""
+    def backward_arguments(
+        self, causal: bool, left: int, documents: dict[str, Any], lse: Tensor, deterministic: bool
+    ) -> dict[str, Any]:
+        """What backward takes besides dout, q, k, v, out, dq, dk, dv and softmax_scale."""
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        functions = imported(self.module, *self.functions)
+        functions = imported(self.module, *self.functions, *self.packed_functions)
         if isinstance(functions, str):
             return f"{functions}; {self.install}"
         return refuses_on_gpu(device, dtype, head_dim, self.architectures, self.largest_head)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        function, _ = imported(self.module, *self.functions)
-        out, lse, *_ = self.call_forward(function, *tokens_first(q, k, v), softmax_scale=scale, causal=causal)
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        left: int | None = None,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        function, _ = self._functions(documents)
+        q, k, v = _inputs(documents, q, k, v)
+        arguments = self.forward_arguments(causal, -1 if left is None else left, _sequences(documents))
+        out, lse, *_ = function(q=q, k=k, v=v, softmax_scale=scale, **arguments)
+        if documents is not None:
+            out, lse = out.unsqueeze(0), lse.unsqueeze(0)
         return out.transpose(1, 2), minus_infinity_without_keys(lse)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        left: int | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        _, function = imported(self.module, *self.functions)
-        dout, q, k, v, out = tokens_first(dout, q, k, v, out)
-        gradients = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
-        common = dict(softmax_scale=scale, causal=causal, deterministic=self.deterministic)
-        self.call_backward(function, gradients, lse.contiguous(), dout=dout, q=q, k=k, v=v, out=out, **common)
-        return tuple(tokens_first(*gradients))
+        _, function = self._functions(documents)
+        dout, q, k, v, out = _inputs(documents, dout, q, k, v, out)
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        lse = (lse if documents is None else lse.squeeze(0)).contiguous()
+        arguments = self.backward_arguments(
+            causal, -1 if left is None else left, _sequences(documents), lse, self.deterministic
+        )
+        function(dout=dout, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv, softmax_scale=scale, **arguments)
+        return tuple(tokens_first(*(g if documents is None else g.unsqueeze(0) for g in (dq, dk, dv))))
 
     def workspace_bytes(self, batch: int, heads: int, tokens: int, head_dim: int) -> int:
         return fp32_dq_bytes(batch, heads, tokens, head_dim)
+
+    def _functions(self, documents: Documents | None) -> list[Callable]:
+        names = self.functions if documents is None else self.packed_functions or self.functions
+        return imported(self.module, *names)
+
+
+def _inputs(documents: Documents | None, *tensors: Tensor) -> list[Tensor]:
+    """[b, n, l, d] -> views [b, l, n, d], or with documents [l, n, d]."""
+    return [t if documents is None else t.squeeze(0) for t in tokens_first(*tensors)]
+
+
+def _sequences(documents: Documents | None) -> dict[str, Any]:
+    if documents is None:
+        return {}
+    return dict(
+        cu_seqlens_q=documents.cumulative_queries,
+        cu_seqlens_k=documents.cumulative_keys,
+        max_seqlen_q=max(documents.queries),
+        max_seqlen_k=max(documents.keys),
+    )

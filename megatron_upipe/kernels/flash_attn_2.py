@@ -5,7 +5,6 @@ Source: ``flash_attn/flash_attn_interface.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +12,25 @@ from torch import Tensor
 
 from megatron_upipe.kernels.flash_attn import FlashAttention
 
-_PLAIN = dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None)
+_PLAIN = dict(dropout_p=0.0, softcap=0.0, alibi_slopes=None)
 
 
 @dataclass(frozen=True)
 class FlashAttn2Kernel(FlashAttention):
     name = "flash-attn-2"
     module = "flash_attn.flash_attn_interface"
+    packed_functions = ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward")
     install = "pip install 'flash-attn>=2.7' --no-build-isolation"
     architectures = range(8, 100)
 
-    def call_forward(self, function: Callable, q: Tensor, k: Tensor, v: Tensor, **common: Any) -> tuple:
-        return function(q=q, k=k, v=v, return_softmax=False, **common, **_PLAIN)
+    def forward_arguments(self, causal: bool, left: int, documents: dict[str, Any]) -> dict[str, Any]:
+        return dict(return_softmax=False, **_masks(causal, left), **documents, **_PLAIN)
 
-    def call_backward(self, function: Callable, gradients: list[Tensor], lse: Tensor, **common: Any) -> None:
-        dq, dk, dv = gradients
-        function(softmax_lse=lse, dq=dq, dk=dk, dv=dv, **common, **_PLAIN)
+    def backward_arguments(
+        self, causal: bool, left: int, documents: dict[str, Any], lse: Tensor, deterministic: bool
+    ) -> dict[str, Any]:
+        return dict(softmax_lse=lse, deterministic=deterministic, **_masks(causal, left), **documents, **_PLAIN)
+
+
+def _masks(causal: bool, left: int) -> dict[str, Any]:
+    return dict(causal=causal, window_size_left=left, window_size_right=0 if causal and left >= 0 else -1)

@@ -5,7 +5,6 @@ Source: ``hopper/flash_attn_interface.py`` of the flash-attention repository.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,15 @@ class FlashAttn3Kernel(FlashAttention):
     install = "build it from hopper/ of the flash-attention repository"
     architectures = range(9, 10)
 
-    def call_forward(self, function: Callable, q: Tensor, k: Tensor, v: Tensor, **common: Any) -> tuple:
-        return function(q=q, k=k, v=v, **common)
+    def forward_arguments(self, causal: bool, left: int, documents: dict[str, Any]) -> dict[str, Any]:
+        return dict(causal=causal, **_window(causal, left), **documents)
 
-    def call_backward(
-        self, function: Callable, gradients: list[Tensor], lse: Tensor, *, causal: bool, **common: Any
-    ) -> None:
-        dq, dk, dv = gradients
-        function(softmax_lse=lse, dq=dq, dk=dk, dv=dv, is_causal=causal, **common)
+    def backward_arguments(
+        self, causal: bool, left: int, documents: dict[str, Any], lse: Tensor, deterministic: bool
+    ) -> dict[str, Any]:
+        common = dict(softmax_lse=lse, is_causal=causal, deterministic=deterministic)
+        return {**common, **_window(causal, left), **documents}
+
+
+def _window(causal: bool, left: int) -> dict[str, Any]:
+    return dict(window_size_left=left, window_size_right=0 if causal and left >= 0 else -1)

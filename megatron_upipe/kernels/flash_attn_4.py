@@ -5,7 +5,6 @@ Source: ``flash_attn/cute/interface.py`` of the flash-attention repository.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +22,16 @@ class FlashAttn4Kernel(FlashAttention):
     architectures = range(9, 13)
     largest_head = 128
 
-    def call_forward(self, function: Callable, q: Tensor, k: Tensor, v: Tensor, **common: Any) -> tuple:
-        return function(q=q, k=k, v=v, return_lse=True, **common)
+    def forward_arguments(self, causal: bool, left: int, documents: dict[str, Any]) -> dict[str, Any]:
+        return dict(causal=causal, return_lse=True, **_window(causal, left), **documents)
 
-    def call_backward(self, function: Callable, gradients: list[Tensor], lse: Tensor, **common: Any) -> None:
-        dq, dk, dv = gradients
-        function(lse=lse, dq=dq, dk=dk, dv=dv, **common)
+    def backward_arguments(
+        self, causal: bool, left: int, documents: dict[str, Any], lse: Tensor, deterministic: bool
+    ) -> dict[str, Any]:
+        return dict(causal=causal, lse=lse, deterministic=deterministic, **_window(causal, left), **documents)
+
+
+def _window(causal: bool, left: int) -> dict[str, Any]:
+    if left < 0:
+        return {}
+    return dict(window_size_left=left, window_size_right=0 if causal else None)

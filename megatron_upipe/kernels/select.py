@@ -35,9 +35,14 @@ AUTO = "auto"
 
 
 def select_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, name: str = AUTO, deterministic: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    name: str = AUTO,
+    deterministic: bool = False,
+    window: bool = False,
 ) -> Kernel:
-    """The kernel called ``name``, or the fastest that serves such inputs.
+    """The kernel called ``name``, or the fastest that serves such inputs, with a ``window`` if need be.
 
     ``deterministic``: gradients repeat bit for bit where the backend has a switch for it. Raises UPipeError, with the
     reasons, if none serves.
@@ -48,7 +53,7 @@ def select_kernel(
         raise UPipeError(f"--upipe-attention-backend {name} does not exist; choose auto, {known}")
     reasons = []
     for kernel in candidates:
-        reason = kernel.refuses(device, dtype, head_dim)
+        reason = _refusal(kernel, device, dtype, head_dim, window)
         if reason is None:
             return _switched(kernel, deterministic)
         reasons.append(f"{kernel.name}: {reason}")
@@ -58,6 +63,12 @@ def select_kernel(
     raise UPipeError(
         f"--upipe-attention-backend {name} does not serve {what}: {reasons[0]}; auto chooses one that does"
     )
+
+
+def _refusal(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, window: bool) -> str | None:
+    if window and not kernel.windows:
+        return "has no sliding window (--window-size)"
+    return kernel.refuses(device, dtype, head_dim)
 
 
 def _switched(kernel: Kernel, deterministic: bool) -> Kernel:
@@ -88,8 +99,10 @@ def fp8_kernel(
     )
 
 
-def passed_over(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+def passed_over(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, window: bool = False
+) -> list[str]:
     """Why ``auto`` did not take the kernels before ``kernel``, one line each."""
     names = [other.name for other in KERNELS]
     faster = KERNELS[: names.index(kernel.name)]
-    return [f"{other.name}: {other.refuses(device, dtype, head_dim)}" for other in faster]
+    return [f"{other.name}: {_refusal(other, device, dtype, head_dim, window)}" for other in faster]

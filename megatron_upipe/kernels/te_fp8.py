@@ -50,7 +50,7 @@ class TransformerEngineFp8Forward(BackwardIn16Bits):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         tensors = import_module("transformer_engine.pytorch.tensor.float8_tensor")
         e4m3 = import_module("transformer_engine.pytorch.constants").DType.kFloat8E4M3
-        q, k, v = contiguous(q, k, v)
+        q, k, v = contiguous(None, q, k, v)
         largest = v.abs().amax().float().clamp(min=1e-30).view(1)
 
         def fixed(factor: Tensor) -> Any:
@@ -81,7 +81,7 @@ class TransformerEngineMxfp8:
         return refuses_te() or refuses_on_gpu(device, dtype, head_dim, range(10, 12), most=128, multiple=32)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = contiguous(q, k, v)
+        q, k, v = contiguous(None, q, k, v)
         quantised, formats = _quantised(q, k, v, backward=False)
         out, lse = fused_forward(quantised, (q, k, v), "FP8", causal, scale, **formats)
         return out.transpose(1, 2), lse
@@ -89,7 +89,7 @@ class TransformerEngineMxfp8:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = contiguous(dout, q, k, v, out)
+        dout, q, k, v, out = contiguous(None, dout, q, k, v, out)
         quantised, formats = _quantised(q, k, v, backward=True)
         gradient = _quantizer(rowwise=True, columnwise=True)
         (dout_fp8,), do_format = _attention_utils().mxfp8_quantize_fast_path([(dout, gradient)], "bshd")
@@ -98,7 +98,7 @@ class TransformerEngineMxfp8:
             quantised,
             out,
             lse,
-            k.shape[1],
+            k,
             "FP8",
             causal,
             scale,

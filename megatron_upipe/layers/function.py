@@ -24,6 +24,7 @@ from megatron_upipe.attention.function import AttentionCall
 from megatron_upipe.attention.gradients import WeightGradient
 from megatron_upipe.attention.input import AttentionInput
 from megatron_upipe.attention.kept import DeviceAttention, KeptAttention
+from megatron_upipe.attention.plan import AttentionParameters
 from megatron_upipe.attention.projections import gate_output
 from megatron_upipe.context.merge import accumulation_dtype
 from megatron_upipe.layers.chain import Chain, Waiting
@@ -64,7 +65,7 @@ class LayerCall:
     def attend(self, x: Tensor) -> DeviceAttention:
         """The first half before its output projection. Collective."""
         call = self.attention
-        return attention_forward(self.attention_input(x), call.weights(), call.elementwise, call.plan)
+        return attention_forward(self.attention_input(x), call.weights(), call.elementwise, call.plan, call.segments)
 
     def finish(self, x: Tensor, kept: KeptAttention) -> Tensor:
         """The layer's output [s/TP, b, hidden] from its input and attention. Collective over tensor parallelism."""
@@ -134,9 +135,9 @@ class LayerCall:
         """``ctx.needs_input_grad`` of ``parameters()``, by part."""
         rest = iter(needs)
         norm = [next(rest) for _ in self.norm_parameters]
-        qkv, qkv_bias, proj = (next(rest) for _ in range(3))
+        qkv, qkv_bias, proj, sinks = (next(rest) for _ in AttentionParameters._fields)
         elementwise = tuple(next(rest) for _ in self.attention.elementwise.parameters)
-        attention = AttentionNeeds(needs_x or any(norm), qkv, qkv_bias, proj, elementwise)
+        attention = AttentionNeeds(needs_x or any(norm), qkv, qkv_bias, proj, sinks, elementwise)
         return Needs(norm, attention, proj_bias=next(rest), mlp=list(rest))
 
 
@@ -227,10 +228,11 @@ class UPipeLayerFunction(torch.autograd.Function):
             call.attention.elementwise,
             call.attention.plan,
             wanted.attention,
+            call.attention.segments,
         )
         waiting.release()
         dx, dnorm = call.input_gradient(x, dhidden, attention.x, wanted.norm)
-        weights = (attention.qkv, attention.qkv_bias, attention.proj)
+        weights = (attention.qkv, attention.qkv_bias, attention.proj, attention.sinks)
         dx = dx if needs_x else None
         return None, None, None, dx, *dnorm, *weights, *attention.elementwise, dproj_bias, *dmlp
 

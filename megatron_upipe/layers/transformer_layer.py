@@ -80,10 +80,11 @@ class UPipeTransformerLayer(TransformerLayer):
             others |= dict(context=context, context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
             return super().forward(hidden_states, attention_mask=attention_mask, **others)
         padding_mask = others.pop("padding_mask", None)
+        packed = others.pop("packed_seq_params", None)
         inference = others.pop("inference_context", None) or others.pop("inference_params", None)
         others.pop("inference_params", None)
         refuse_arguments(attention_mask, inference, {**others, "context": context, "context_mask": context_mask})
-        call = self._call(hidden_states, rotary_pos_emb, padding_mask)
+        call = self._call(hidden_states, rotary_pos_emb, padding_mask, packed)
         policy = Policy(
             store=host_store(hidden_states.device) if self.upipe.offload == "host" else None,
             keep_attention=self.keeps,
@@ -106,8 +107,8 @@ class UPipeTransformerLayer(TransformerLayer):
                 state[name] = LocalNonpersistentObject(entry.data)
         return state
 
-    def _call(self, x: Tensor, rotary_pos_emb: Any, padding_mask: Tensor | None) -> LayerCall:
-        attention = self.self_attention.call(x, rotary_pos_emb)
+    def _call(self, x: Tensor, rotary_pos_emb: Any, padding_mask: Tensor | None, packed: Any) -> LayerCall:
+        attention = self.self_attention.call(x, rotary_pos_emb, packed)
         tokens, micro_batch, _ = x.shape
         shards = self.self_attention.shards
         unit = attention.plan.precision.alignment
@@ -118,7 +119,7 @@ class UPipeTransformerLayer(TransformerLayer):
             second_half = partial(DenseForward, self, attention)
             backward = partial(DenseBackward, self, attention, fuse=fuse)
         else:
-            forward = partial(self._forward_experts, padding_mask)
+            forward = partial(self._forward_experts, padding_mask, packed)
             second_half = lambda: forward  # noqa: E731
             tiles = Tiles(tokens, tokens, shards)
             backward = partial(AnyBackward, self, forward)
@@ -147,10 +148,10 @@ class UPipeTransformerLayer(TransformerLayer):
             self._instead = None
         return y
 
-    def _forward_experts(self, padding_mask: Tensor | None, hidden: Tensor) -> Tensor:
+    def _forward_experts(self, padding_mask: Tensor | None, packed: Any, hidden: Tensor) -> Tensor:
         """Megatron's own second half; in backward, too, in the precision that Megatron's block gives its layers."""
         with self.get_inner_quantization_context():
-            return self._forward_mlp(hidden, padding_mask=padding_mask)
+            return self._forward_mlp(hidden, padding_mask=padding_mask, packed_seq_params=packed)
 
     def _add_attention(self, projected: Tensor, residual: Tensor) -> Tensor:
         """Output bias and residual connection."""

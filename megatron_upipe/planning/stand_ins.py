@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_upipe.kernels.protocol import Kernel
+from megatron_upipe.kernels.protocol import Documents, Kernel
 
 
 @dataclass
@@ -36,15 +36,34 @@ class SimulatedKernel:
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        left: int | None = None,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, Tensor]:
         self.runs.forward += 1
-        self.runs.forward_flops += 2 * _product_flops(q, k, causal)
+        self.runs.forward_flops += 2 * _product_flops(q, k, causal, left, documents)
         return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        left: int | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self.runs.backward_flops += 5 * _product_flops(q, k, causal)
+        self.runs.backward_flops += 5 * _product_flops(q, k, causal, left, documents)
         b, heads, tokens, head_dim = q.shape
         gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         workspace = q.new_empty(self.workspace_bytes(b, heads, tokens, head_dim), dtype=torch.uint8)
@@ -55,9 +74,18 @@ class SimulatedKernel:
         return self.real.workspace_bytes(batch, heads, tokens, head_dim)
 
 
-def _product_flops(q: Tensor, k: Tensor, causal: bool) -> float:
+def _product_flops(q: Tensor, k: Tensor, causal: bool, left: int | None, documents: Documents | None) -> float:
     b, heads, tokens, head_dim = q.shape
-    return 2.0 * b * heads * tokens * k.shape[2] * head_dim / (2 if causal else 1)
+    lengths = ((tokens, k.shape[2]),) if documents is None else zip(documents.queries, documents.keys, strict=True)
+    return 2.0 * b * heads * head_dim * sum(_pairs(queries, keys, causal, left) for queries, keys in lengths)
+
+
+def _pairs(queries: int, keys: int, causal: bool, left: int | None) -> float:
+    """Of queries with keys that they see; on the diagonal half a pair."""
+    every = queries * keys / (2 if causal else 1)
+    if left is None or left >= keys:
+        return every
+    return every - (keys - left) ** 2 / 2  # the corner that lies too far back
 
 
 class BalancedExperts(torch.nn.Module):

@@ -9,6 +9,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron_upipe.attention.rotary import exact_angles, inverse_frequencies
 from megatron_upipe.config import RotarySettings
 from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.context.segments import one_document
 from megatron_upipe.integration import cpu
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def test_equals_stock_at_short_lengths(settings, stock, interleaved):
     table = stock_table(length, **stock)
     for rank in range(layout.size):
         positions = [i for half in layout.positions(rank, length) for i in half]
-        angles = exact_angles(layout, rank, length, settings, 16, interleaved, CPU)
+        angles = exact_angles(one_document(layout, length), rank, settings, 16, interleaved, CPU)
         assert angles.shape == (8, 1, 1, int(16 * settings.percent)) and angles.dtype == torch.float32
         # angles are equal modulo 2 pi
         torch.testing.assert_close(torch.cos(angles), torch.cos(table[positions]), rtol=0, atol=2e-5)
@@ -52,7 +53,7 @@ def test_stays_exact_at_8m_where_stock_does_not():
     layout, length = SequenceLayout(8, 2), 2**23
     settings = RotarySettings(base=500000.0)
     rank = 0  # holds the last chunk
-    angles = exact_angles(layout, rank, 2**12, settings, 64, False, CPU)
+    angles = exact_angles(one_document(layout, 2**12), rank, settings, 64, False, CPU)
     assert angles.shape[0] == 2**12 // 16
     position = length - 1
     frequencies = 500000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)

@@ -6,7 +6,9 @@ import torch.distributed as dist
 
 from megatron_upipe.context.exchange import to_heads, to_sequence
 from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.context.pieces import RingMask
 from megatron_upipe.context.ring import Transfer, ring_backward, ring_forward
+from megatron_upipe.context.segments import one_document
 from megatron_upipe.kernels.reference import ReferenceKernel
 
 
@@ -55,18 +57,21 @@ def _count_sent(rank, causal):
         torch.manual_seed(rank)
         q, kv = torch.randn(2, 6, 8, 4).double(), torch.randn(2, 2 * 3, 8, 4).double()
         kernel = ReferenceKernel()
-        out, lse = ring_forward(kernel, q, kv, causal, 0.5, dist.group.WORLD)
+        mask = RingMask(one_document(SequenceLayout(1, size), 8 * size), causal)
+        out, lse = ring_forward(kernel, q, kv, mask, 0.5, dist.group.WORLD)
         forward = sum(sent)
-        ring_backward(kernel, torch.ones_like(out), q, kv, out, lse, causal, 0.5, dist.group.WORLD)
+        ring_backward(kernel, torch.ones_like(out), q, kv, out, lse, mask, 0.5, dist.group.WORLD)
     finally:
         dist.P2POp = original
-    return forward == (size - 1) * kv.nbytes and sum(sent) - forward == (2 * size - 1) * kv.nbytes
+    # gradients of the keys that were seen: under the mask half of them where the owner comes later
+    halves = sum(1 if causal and dist.get_rank() > source else 2 for source in range(size) if source != dist.get_rank())
+    return forward == (size - 1) * kv.nbytes and sum(sent) - 2 * forward == halves * kv.nbytes // 2
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("size", [2, 3])
 def test_ring_sends_kv_heads_only(workers, size, causal):
-    """K and V once around in forward; in backward once more, and their gradients home."""
+    """K and V of each rank to every other, once more in backward, and their gradients home."""
     assert all(workers.run(size, _count_sent, causal))
 
 
@@ -80,8 +85,9 @@ def _non_causal(rank):
     mine = slice(rank * 8, (rank + 1) * 8)
     kv = torch.cat((k, v), 1)[:, :, mine].detach().contiguous()
     local_q, kernel, group = q[:, :, mine].detach(), ReferenceKernel(), dist.group.WORLD
-    out, lse = ring_forward(kernel, local_q, kv, False, 0.5, group)
-    dq, dk, dv = ring_backward(kernel, cotangent[:, :, mine], local_q, kv, out, lse, False, 0.5, group)
+    mask = RingMask(one_document(SequenceLayout(1, size), 8 * size), causal=False)
+    out, lse = ring_forward(kernel, local_q, kv, mask, 0.5, group)
+    dq, dk, dv = ring_backward(kernel, cotangent[:, :, mine], local_q, kv, out, lse, mask, 0.5, group)
     pairs = [(out, wanted), (dq, q.grad), (dk, k.grad), (dv, v.grad)]
     return max((a - b[:, :, mine]).abs().max().item() for a, b in pairs)
 
@@ -91,12 +97,14 @@ def test_non_causal_ring(workers):
 
 
 def _guards(rank):
-    transfer = Transfer(torch.full((2,), float(rank)), dist.group.WORLD, 0)
-    received = transfer.wait()
+    next_rank, previous = (rank + 1) % 3, (rank - 1) % 3
+    transfer = Transfer(dist.group.WORLD, 0, [torch.full((2,), float(rank))], next_rank, [torch.empty(2)], previous)
+    (received,) = transfer.wait()
     with pytest.raises(RuntimeError, match="wait called twice"):
         transfer.wait()
     with pytest.raises(ValueError, match="must be contiguous"):
-        Transfer(torch.zeros(4, 4).t()[:, :2], dist.group.WORLD, 0)
+        Transfer(dist.group.WORLD, 0, [torch.zeros(4, 4).t()[:, :2]], next_rank, [], previous)
+    assert Transfer(dist.group.WORLD, 0, [], next_rank, [], previous).wait() == [], "nothing to do is no error"
     return received[0].item()
 
 
@@ -110,7 +118,7 @@ def _partner_is_gone(rank):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"(?i)time"):
-            Transfer(torch.zeros(2), group, 0).wait()
+            Transfer(group, 0, [torch.zeros(2)], 1, [torch.zeros(2)], 1).wait()
     dist.barrier()
     return True
 

@@ -7,21 +7,48 @@ Signatures of flash-attn 2.8.3 (``flash_attn/flash_attn_interface.py``), flash-a
 
 import torch
 
+from megatron_upipe.kernels.protocol import Documents
 from megatron_upipe.kernels.reference import ReferenceKernel
 
 CALLS = []  # keyword arguments of the last call
 
 
-def _forward(q, k, v, causal, scale):
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse = ReferenceKernel().forward(q, k, v, causal, scale)
-    return out.transpose(1, 2).contiguous(), lse.masked_fill(lse == -torch.inf, torch.inf)
+def _masks(causal, left, right, cu_seqlens_q, cu_seqlens_k, longest):
+    """Arguments of the reference for masks as the packages understand them."""
+    left, right = (None if side in (None, -1) else side for side in (left, right))
+    assert right is None or (causal and right == 0 and left is not None), "a window of causal attention ends at 0"
+    if cu_seqlens_q is None:
+        return causal, left, None
+    lengths = [(cu[1:] - cu[:-1]).tolist() for cu in (cu_seqlens_q, cu_seqlens_k)]
+    assert all(cu.dtype == torch.int32 and cu[0] == 0 for cu in (cu_seqlens_q, cu_seqlens_k))
+    assert [max(n) for n in lengths] == list(longest)
+    return causal, left, Documents.of(*lengths, cu_seqlens_q.device)
 
 
-def _backward(dout, q, k, v, out, lse, causal, scale):
-    assert lse.is_contiguous() and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-    tensors = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    return [t.transpose(1, 2) for t in ReferenceKernel().backward(*tensors, lse, causal, scale)]
+def _heads_first(documents, *tensors):
+    return [(t if documents is None else t.unsqueeze(0)).transpose(1, 2) for t in tensors]
+
+
+def _tokens_first(documents, *tensors):
+    return [t.transpose(1, 2) if documents is None else t.transpose(1, 2).squeeze(0) for t in tensors]
+
+
+def _forward(q, k, v, scale, *masks):
+    causal, left, documents = _masks(*masks)
+    q, k, v = _heads_first(documents, q, k, v)
+    out, lse = ReferenceKernel().forward(q, k, v, causal, scale, left, documents)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    return _tokens_first(documents, out)[0].contiguous(), lse if documents is None else lse.squeeze(0)
+
+
+def _backward(dout, q, k, v, out, lse, scale, *masks):
+    causal, left, documents = _masks(*masks)
+    heads_and_tokens = (q.shape[0], q.shape[2], q.shape[1]) if documents is None else (q.shape[1], q.shape[0])
+    assert lse.is_contiguous() and lse.shape == heads_and_tokens
+    tensors = _heads_first(documents, dout, q, k, v, out)
+    lse = lse if documents is None else lse.unsqueeze(0)
+    gradients = ReferenceKernel().backward(*tensors, lse, causal, scale, left, documents)
+    return _tokens_first(documents, *gradients)
 
 
 def flash_attn_2_forward(
@@ -38,7 +65,34 @@ def flash_attn_2_forward(
     return_softmax,
 ):
     CALLS.append(dict(locals()))
-    out, lse = _forward(q, k, v, causal, softmax_scale)
+    out, lse = _forward(q, k, v, softmax_scale, causal, window_size_left, window_size_right, None, None, None)
+    return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
+
+
+def flash_attn_2_varlen_forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    return_softmax=False,
+    block_table=None,
+    leftpad_k=None,
+    seqused_k=None,
+    zero_tensors=False,
+):
+    CALLS.append(dict(locals()))
+    sequences = (cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
+    out, lse = _forward(q, k, v, softmax_scale, causal, window_size_left, window_size_right, *sequences)
     return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
 
@@ -63,7 +117,42 @@ def flash_attn_2_backward(
     rng_state=None,
 ):
     CALLS.append(dict(locals()))
-    gradients = _backward(dout, q, k, v, out, softmax_lse, causal, softmax_scale)
+    masks = (causal, window_size_left, window_size_right, None, None, None)
+    gradients = _backward(dout, q, k, v, out, softmax_lse, softmax_scale, *masks)
+    for target, gradient in zip((dq, dk, dv), gradients, strict=True):
+        assert target.is_contiguous()
+        target.copy_(gradient)
+    return torch.empty(0)
+
+
+def flash_attn_2_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+    zero_tensors=False,
+):
+    CALLS.append(dict(locals()))
+    masks = (causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
+    gradients = _backward(dout, q, k, v, out, softmax_lse, softmax_scale, *masks)
     for target, gradient in zip((dq, dk, dv), gradients, strict=True):
         assert target.is_contiguous()
         target.copy_(gradient)
@@ -107,7 +196,8 @@ def flash_attn_3_forward(
     sm_margin=0,
 ):
     CALLS.append(dict(locals()))
-    out, lse = _forward(q, k, v, causal, softmax_scale)
+    masks = (causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
+    out, lse = _forward(q, k, v, softmax_scale, *masks)
     return out, lse, torch.empty(0), torch.empty(0)
 
 
@@ -136,7 +226,8 @@ def flash_attn_3_backward(
     sm_margin=0,
 ):
     CALLS.append(dict(locals()))
-    gradients = _backward(dout, q, k, v, out, softmax_lse, is_causal, softmax_scale)
+    masks = (is_causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
+    gradients = _backward(dout, q, k, v, out, softmax_lse, softmax_scale, *masks)
     for target, gradient in zip((dq, dk, dv), gradients, strict=True):
         target.copy_(gradient)
     return torch.empty(0)
@@ -149,6 +240,10 @@ def flash_attn_4_forward(
     qv=None,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
     softmax_scale=None,
     causal=False,
     softcap=None,
@@ -161,7 +256,8 @@ def flash_attn_4_forward(
 ):
     CALLS.append(dict(locals()))
     assert return_lse
-    found, lse = _forward(q, k, v, causal, softmax_scale)
+    masks = (causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
+    found, lse = _forward(q, k, v, softmax_scale, *masks)
     return found, lse, None, None
 
 
@@ -177,13 +273,20 @@ def flash_attn_4_backward(
     softcap=0.0,
     window_size_left=None,
     window_size_right=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
     deterministic=False,
     dq=None,
     dk=None,
     dv=None,
 ):
     CALLS.append(dict(locals()))
-    gradients = _backward(dout, q, k, v, out, lse, causal, softmax_scale)
+    masks = (causal, window_size_left, window_size_right, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
+    gradients = _backward(dout, q, k, v, out, lse, softmax_scale, *masks)
     for target, gradient in zip((dq, dk, dv), gradients, strict=True):
         target.copy_(gradient)
     return dq, dk, dv
@@ -191,7 +294,10 @@ def flash_attn_4_backward(
 
 MODULES = {
     "flash_attn.flash_attn_interface": dict(
-        _flash_attn_forward=flash_attn_2_forward, _flash_attn_backward=flash_attn_2_backward
+        _flash_attn_forward=flash_attn_2_forward,
+        _flash_attn_backward=flash_attn_2_backward,
+        _flash_attn_varlen_forward=flash_attn_2_varlen_forward,
+        _flash_attn_varlen_backward=flash_attn_2_varlen_backward,
     ),
     "flash_attn_interface": dict(_flash_attn_forward=flash_attn_3_forward, _flash_attn_backward=flash_attn_3_backward),
     "flash_attn.cute.interface": dict(_flash_attn_fwd=flash_attn_4_forward, _flash_attn_bwd=flash_attn_4_backward),

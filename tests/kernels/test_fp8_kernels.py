@@ -6,7 +6,9 @@ import torch.distributed as dist
 from kernels.test_kernels import expected, inputs
 
 from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.context.pieces import RingMask
 from megatron_upipe.context.ring import ring_backward, ring_forward
+from megatron_upipe.context.segments import one_document
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.kernels.fp8_twin import Fp8TwinForward, Fp8TwinMxfp8
 from megatron_upipe.kernels.reference import ReferenceKernel
@@ -61,12 +63,12 @@ def _ring(rank, mode, causal):
     mine = [i for half in layout.positions(rank, length) for i in half]
     q, k, v, dout = inputs((2, 6, 2, length, length, 32))
     wanted = expected(q, k, v, dout, causal, 0.2)
-    kernel = TWINS[mode]
+    kernel, mask = TWINS[mode], RingMask(one_document(layout, length), causal)
     out, lse = kernel.forward(q, k, v, causal, 0.2)
     alone = (out, *kernel.backward(dout, q, k, v, out, lse, causal, 0.2))
     local_q, local_dout, kv = q[:, :, mine], dout[:, :, mine], torch.cat((k, v), 1)[:, :, mine]
-    out, lse = ring_forward(kernel, local_q, kv, causal, 0.2, group)
-    ours = (out, *ring_backward(kernel, local_dout, local_q, kv, out, lse, causal, 0.2, group))
+    out, lse = ring_forward(kernel, local_q, kv, mask, 0.2, group)
+    ours = (out, *ring_backward(kernel, local_dout, local_q, kv, out, lse, mask, 0.2, group))
     pick = [t[:, :, mine] for t in wanted]
     one = [t[:, :, mine] for t in alone]
     return [(error(a, w), error(b, w)) for a, b, w in zip(ours, one, pick, strict=True)]

@@ -13,6 +13,7 @@ from megatron_upipe.kernels.conventions import fp32_dq_bytes, refuses_on_gpu
 from megatron_upipe.kernels.flash_attn_2 import FlashAttn2Kernel
 from megatron_upipe.kernels.flash_attn_3 import FlashAttn3Kernel
 from megatron_upipe.kernels.flash_attn_4 import FlashAttn4Kernel
+from megatron_upipe.kernels.protocol import Documents
 from megatron_upipe.kernels.reference import ReferenceKernel
 from megatron_upipe.kernels.select import select_kernel
 
@@ -58,6 +59,37 @@ def test_layouts_and_results(packages, kernel, causal, keys):
     for call in recorded.CALLS:
         assert not any(call.get(name) for name in ("dropout_p", "alibi_slopes", "cu_seqlens_q", "learnable_sink"))
         assert call["window_size_left"] in (-1, None) and call["window_size_right"] in (-1, None)
+
+
+# causal, left, lengths of documents (queries, keys)
+MASKS = [
+    (True, 3, None),
+    (False, 2, None),
+    (True, None, ((5, 1, 11), (5, 1, 11))),
+    (False, None, ((5, 1, 11), (9, 4, 4))),
+    (True, 4, ((5, 1, 11), (5, 1, 11))),
+    (False, 1, ((5, 1, 11), (6, 2, 13))),
+]
+
+
+def compare_masks(kernel, mask, rtol=None):
+    """Results of ``kernel`` under a mask with the reference's."""
+    causal, left, lengths = mask
+    documents = None if lengths is None else Documents.of(*lengths, torch.device("cpu"))
+    q, k, v, dout = (t[:1] for t in inputs(keys=17 if lengths is None else sum(lengths[1])))
+    rest = (causal, 0.3, left, documents)
+    reference = ReferenceKernel()
+    out, lse = reference.forward(q, k, v, *rest)
+    tolerance = {} if rtol is None else dict(rtol=rtol, atol=rtol)
+    found = (*kernel.forward(q, k, v, *rest), *kernel.backward(dout, q, k, v, out, lse, *rest))
+    for f, w in zip(found, (out, lse, *reference.backward(dout, q, k, v, out, lse, *rest)), strict=True):
+        torch.testing.assert_close(f, w, **tolerance)
+
+
+@pytest.mark.parametrize("kernel", FLASH, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_windows_and_documents(packages, kernel, mask):
+    compare_masks(kernel, mask)
 
 
 @pytest.mark.parametrize("kernel", FLASH, ids=lambda kernel: kernel.name)
@@ -124,6 +156,20 @@ def test_torchs_operations_take_our_arguments(kernel):
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_torchs_operations_take_windows_and_documents(mask):
+    causal, left, lengths = mask
+    documents = None if lengths is None else Documents.of(*lengths, torch.device("meta"))
+    tokens = (17, 17) if lengths is None else tuple(map(sum, lengths))
+    q, dout = (torch.empty(1, tokens[0], 6, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for _ in range(2))
+    k, v = (torch.empty(1, tokens[1], 2, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2) for _ in range(2))
+    kernel = TORCH[0]
+    out, lse = kernel.forward(q, k, v, causal, 0.1, left, documents)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    gradients = kernel.backward(dout, q, k, v, out, lse, causal, 0.1, left, documents)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+
+
 class _Operations:
     """torch.ops.aten with the two CUDA operations computed by the reference; arguments are checked by their schema."""
 
@@ -137,6 +183,8 @@ class _Operations:
         def call(*args, **kwargs):
             given = dict(zip(names, args, strict=False)) | kwargs
             assert set(kwargs) <= set(names) and given["dropout_p"] == 0.0
+            if name.startswith("_flash_attention"):
+                return self._tokens_first(given)
             for sequences in ("cum_seq_q", "cum_seq_k", "attn_bias"):
                 assert given.get(sequences) is None, "a defined tensor would mean packed documents, or a bias"
             reference, common = ReferenceKernel(), (given["is_causal"], given["scale"])
@@ -152,8 +200,34 @@ class _Operations:
 
         return call
 
+    @staticmethod
+    def _tokens_first(given):
+        """``_flash_attention_forward`` and its backward are flash-attn 2 by other names."""
+        packed = given["cum_seq_q"] is not None
+        sequences = (given["cum_seq_q"], given["cum_seq_k"], (given["max_q"], given["max_k"]))
+        masks = (given["is_causal"], given.get("window_size_left"), given.get("window_size_right"), *sequences)
+        q, k, v = given["query"], given["key"], given["value"]
+        assert packed or given["max_q"] == q.shape[1]
+        if "grad_out" in given:
+            return recorded._backward(
+                given["grad_out"], q, k, v, given["out"], given["logsumexp"], given["scale"], *masks
+            )
+        return recorded._forward(q, k, v, given["scale"], *masks)
 
-@pytest.mark.parametrize(("kernel", "module"), zip(TORCH, (torch_flash, torch_cudnn), strict=True))
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_torchs_flash_attention_with_windows_and_documents(monkeypatch, mask):
+    monkeypatch.setattr(torch_flash, "_OPS", _Operations(3))
+    compare_masks(TORCH[0], mask)
+
+
+@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask[1] is None], ids=str)
+def test_cudnn_takes_one_document_at_a_time(monkeypatch, mask):
+    monkeypatch.setattr(torch_cudnn, "_OPS", _Operations(3))
+    compare_masks(TORCH[1], mask)
+
+
+@pytest.mark.parametrize(("kernel", "module"), list(zip(TORCH, (torch_flash, torch_cudnn), strict=True)))
 @pytest.mark.parametrize("dimensions", [3, 4])
 def test_torchs_operations_are_called_right(monkeypatch, kernel, module, dimensions):
     monkeypatch.setattr(module, "_OPS", _Operations(dimensions))

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.kernels.protocol import Documents
 from megatron_upipe.kernels.reference import ReferenceKernel
 from megatron_upipe.kernels.select import KERNELS as ALL_KERNELS
 from megatron_upipe.kernels.select import passed_over, select_kernel
@@ -84,6 +85,46 @@ def test_backward_takes_the_global_softmax(kernel):
         torch.testing.assert_close(f, want, rtol=1e-12, atol=1e-12)
 
 
+def visible(queries, keys, causal, left):
+    """bool [l, l']: the definition in ``protocol.Kernel``."""
+    offset = torch.arange(keys) - torch.arange(queries).unsqueeze(1)
+    seen = offset <= 0 if causal else torch.ones_like(offset, dtype=torch.bool)
+    return seen if left is None else seen & (offset >= keys - queries - left)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    ("causal", "left", "documents"),
+    [
+        (True, 0, None),
+        (True, 40, None),
+        (True, 299, None),
+        (False, 7, None),
+        (True, None, ((1, 290, 30), (1, 290, 30))),
+        (False, None, ((1, 290, 30), (33, 2, 400))),
+        (True, 17, ((1, 290, 30), (1, 290, 30))),
+        (False, 3, ((1, 290, 30), (9, 300, 30))),
+    ],
+    ids=str,
+)
+def test_windows_and_documents(kernel, causal, left, documents):
+    """Also longer than a tile of queries."""
+    lengths = ((321,), (321 if causal else 345,)) if documents is None else documents
+    shape = (1, 6, 2, sum(lengths[0]), sum(lengths[1]), 8)
+    q, k, v, dout = inputs(shape)
+    seen = torch.block_diag(*(visible(a, b, causal, left) for a, b in zip(*lengths, strict=True))).bool()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    wanted = F.scaled_dot_product_attention(*leaves, attn_mask=seen, scale=0.3, enable_gqa=True)
+    gradients = torch.autograd.grad(wanted, leaves, dout)
+    rest = (causal, 0.3, left, None if documents is None else Documents.of(*documents, CPU))
+    out, lse = kernel.forward(strided(q), strided(k), strided(v), *rest)
+    found = kernel.backward(strided(dout), strided(q), strided(k), strided(v), out, lse, *rest)
+    for f, w in zip((out, *found), (wanted.detach(), *gradients), strict=True):
+        torch.testing.assert_close(f, w, rtol=1e-11, atol=1e-11)
+    scores = (q @ k.repeat_interleave(3, 1).transpose(-1, -2) * 0.3).masked_fill(~seen, -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
+
+
 def test_rows_without_keys():
     q, k, v, dout = inputs((1, 2, 2, 3, 3, 4))
     kernel = ReferenceKernel()
@@ -103,6 +144,9 @@ def test_selection():
         select_kernel(CPU, torch.float32, 8, "fast")
     with pytest.raises(UPipeError, match=r"flash-attn-2 does not serve .* pip install 'flash-attn>=2.7'"):
         select_kernel(CPU, torch.bfloat16, 8, "flash-attn-2")
+    assert select_kernel(CPU, torch.float32, 8, window=True).name == "torch-cpu"
+    with pytest.raises(UPipeError, match=r"transformer-engine does not serve .* has no sliding window"):
+        select_kernel(CPU, torch.bfloat16, 8, "transformer-engine", window=True)
     with pytest.raises(UPipeError, match=r"torch-flash does not serve .*: needs CUDA tensors; auto chooses one"):
         select_kernel(CPU, torch.bfloat16, 8, "torch-flash")
 

@@ -40,6 +40,8 @@ def measure(groups: ContextGroups, device: torch.device, mebibytes: int) -> dict
         found["exchange"] = 2 * shard.nbytes * (p - 1) / p / seconds / 1e9
     if groups.ring is not None:
         block = torch.randn(elements, device=device).bfloat16()
-        seconds = _median_seconds(lambda: Transfer(block, groups.ring, 0).wait(), device)
+        came, size = torch.empty_like(block), groups.ring.size()
+        before, behind = (groups.ring_rank - 1) % size, (groups.ring_rank + 1) % size
+        seconds = _median_seconds(lambda: Transfer(groups.ring, 0, [block], behind, [came], before).wait(), device)
         found["ring"] = block.nbytes / seconds / 1e9
     return found

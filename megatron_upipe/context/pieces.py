@@ -1,0 +1,179 @@
+"""Which queries of a ring rank see which keys of another: rectangles of rows, cut by documents, time and window.
+
+Pure Python. For a causal sequence of one document the keys of ring rank ``source`` are seen
+
+    source == rank    all queries x all keys, causal
+    source <  rank    all queries x the front keys
+    source >  rank    the back queries x all keys
+
+so that every rank has the same work in every step. Source of the scheme: zigzag ring attention (zhuzilin's
+ring-flash-attention). Documents cut these rectangles; a window of w tokens (a query at position p sees keys from p - w
+on) trims them and may leave a *band*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_upipe.context.segments import Run, Segments
+
+
+class Rows(NamedTuple):
+    """From start up to stop."""
+
+    start: int
+    stop: int
+
+
+class Piece(NamedTuple):
+    """``queries`` x ``keys``, rows of the two ring ranks.
+
+    ``causal``: a square of which each query sees the keys up to itself. ``left``: of the keys up to the diagonal that
+    ends in the lower right corner a query sees ``left`` further ones; None: all.
+    """
+
+    queries: Rows
+    keys: Rows
+    causal: bool
+    left: int | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pieces with the same mask that share neither queries nor keys; rising, so that one call can do them."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def causal(self) -> bool:
+        return self.pieces[0].causal
+
+    @property
+    def left(self) -> int | None:
+        return self.pieces[0].left
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a ring rank does with keys of another: ``fetched`` are the rows that it is sent, ``seen`` those of them that
+    it sees any of; groups count keys from the first seen."""
+
+    fetched: Rows
+    seen: Rows
+    groups: tuple[Group, ...]
+
+    @property
+    def seen_of_fetched(self) -> slice:
+        return slice(self.seen.start - self.fetched.start, self.seen.stop - self.fetched.start)
+
+
+@dataclass(frozen=True)
+class RingMask:
+    """Who sees what in a packed sequence; ``window`` in tokens before the query's own, None: all."""
+
+    segments: Segments
+    causal: bool
+    window: int | None = None
+
+    def step(self, rank: int, source: int) -> Step | None:
+        """Of ring rank ``rank`` with keys of ring rank ``source``; None where it sees none of them."""
+        key = ("step", self.causal, self.window, rank, source)
+        return self.segments.remembered(key, lambda: self._step(rank, source))
+
+    def _step(self, rank: int, source: int) -> Step | None:
+        found = list(self.pieces(rank, source))
+        if not found:
+            return None
+        everything = Rows(0, self.segments.ring_length)
+        seen = Rows(min(p.keys.start for p in found), max(p.keys.stop for p in found))
+        if rank == source:
+            seen = everything
+        most = 2 * (seen.stop - seen.start) >= everything.stop
+        moved = [
+            p._replace(keys=Rows(p.keys.start - seen.start, p.keys.stop - seen.start))
+            for p in sorted(found, key=lambda p: p.queries)
+        ]
+        # of most rows all are sent, which takes no copy
+        return Step(everything if most else seen, seen, tuple(_grouped(moved)))
+
+    def pieces(self, rank: int, source: int) -> Iterator[Piece]:
+        """Document by document."""
+        keys_of = self.segments.document_runs(source)
+        for number, queries in self.segments.document_runs(rank).items():
+            keys = keys_of.get(number)
+            if keys is not None:
+                yield from self._pieces(queries, keys, rank == source)
+
+    def _pieces(self, queries: list[Run], keys: list[Run], own: bool) -> Iterator[Piece]:
+        if not self.causal or (own and self._reaches(queries[-1], keys[0])):
+            yield Piece(_rows(queries), _rows(keys), self.causal, self._left(own))
+        elif self._reaches(queries[-1], keys[0]):
+            yield from _earlier(queries, keys)
+        else:
+            for query in queries:
+                for key in keys:
+                    if key.position == query.position:
+                        yield Piece(_rows([query]), _rows([key]), True, self.window)
+                    elif key.stop <= query.position:
+                        yield from self._band(query, key)
+
+    def _left(self, own: bool) -> int | None:
+        """The window of a square as a whole: too wide to matter, but one mask for all documents is one group."""
+        return self.window if own and self.causal else None
+
+    def _reaches(self, query: Run, key: Run) -> bool:
+        """Whether the last query sees the first key, time apart."""
+        return self.window is None or query.stop - 1 - self.window <= key.position
+
+    def _band(self, query: Run, key: Run) -> Iterator[Piece]:
+        """Earlier keys, as far as the window goes: queries that see all of them, and the band behind those.
+
+        The band has at most as many queries as keys: of others, flash-attn would cut off keys on the right.
+        """
+        every = min(max(query.position, key.position + self.window + 1), query.stop)
+        last = min(query.stop, key.stop + self.window)
+        if query.position < every:
+            yield Piece(_part(query, query.position, every), _part(key, key.position, key.stop), False, None)
+        if every < last:
+            keys = _part(key, every - self.window, key.stop)
+            yield Piece(_part(query, every, last), keys, False, self.window - (last - key.stop))
+
+
+def _part(run: Run, start: int, stop: int) -> Rows:
+    """Rows of some positions of a run."""
+    return Rows(run.row + start - run.position, run.row + stop - run.position)
+
+
+def _rows(runs: Sequence[Run]) -> Rows:
+    return Rows(runs[0].row, runs[-1].row + runs[-1].length)
+
+
+def _earlier(queries: list[Run], keys: list[Run]) -> Iterator[Piece]:
+    """Each query run with the keys before it; runs that see the same keys together."""
+    together: list[Run] = []
+    seen: list[Run] = []
+    for query in [*queries, None]:
+        before = [] if query is None else [key for key in keys if key.stop <= query.position]
+        if together and before != seen:
+            yield Piece(_rows(together), _rows(seen), False, None)
+            together = []
+        seen = before
+        if before:
+            together.append(query)
+
+
+def _grouped(pieces: list[Piece]) -> Iterator[Group]:
+    groups: dict[tuple, list[list[Piece]]] = {}
+    for piece in pieces:
+        same = groups.setdefault((piece.causal, piece.left), [])
+        for group in same:
+            last = group[-1]
+            if last.queries.stop <= piece.queries.start and last.keys.stop <= piece.keys.start:
+                group.append(piece)
+                break
+        else:
+            same.append([piece])
+    for same in groups.values():
+        yield from (Group(tuple(group)) for group in same)
