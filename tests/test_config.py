@@ -36,9 +36,9 @@ BAD = [
     ("fp32_residual_connection", True, "--fp32-residual-connection is not supported .*; leave it out"),
     ("multi_latent_attention", True, "--multi-latent-attention is not"),
     ("mtp_num_layers", 1, "--mtp-num-layers 1 is not"),
-    ("window_size", (128, 0), "--window-size 128 0 is not"),
-    ("softmax_type", "learnable", "--softmax-type learnable .*; use vanilla"),
-    ("softmax_type", "off-by-one", "--softmax-type off-by-one"),
+    ("window_size", (128, 128), r"--window-size 128 128 is not .*; use \(tokens to the left, 0\)"),
+    ("window_size", (128, -1), "--window-size 128 -1 is not"),
+    ("window_size", (-2, 0), "--window-size -2 0 is not"),
     ("hybrid_context_parallel", True, "--hybrid-context-parallel is not"),
     ("dynamic_context_parallel", True, "--dynamic-context-parallel is not"),
     ("cuda_graph_impl", "local", "--cuda-graph-impl local is not"),
@@ -50,10 +50,8 @@ BAD = [
         "learned_absolute",
         "--position-embedding-type learned_absolute .*; use rope, yarn or none",
     ),
-    ("sft", True, "--sft is not"),
-    ("dataloader_inter_document_masking", True, "--dataloader-inter-document-masking is not"),
-    ("reset_attention_mask", True, "--reset-attention-mask is not"),
-    ("reset_position_ids", True, "--reset-position-ids is not"),
+    ("reset_attention_mask", True, "--reset-attention-mask is not .*; use --dataloader-inter-document-masking"),
+    ("reset_position_ids", True, "--reset-position-ids is not .*; use --dataloader-inter-document-masking"),
     ("megatron_fsdp_enable_fine_grained_param_gather", True, "--megatron-fsdp-enable-fine-grained-param-gather is not"),
     ("cpu_offloading", True, "--cpu-offloading-num-layers is not .*; use --upipe-offload host"),
     ("fine_grained_activation_offloading", True, "--fine-grained-activation-offloading .*; use --upipe-offload host"),
@@ -80,6 +78,9 @@ def test_takes_what_is_legal():
     check_model(SimpleNamespace())  # attributes of other Megatron versions may be missing
     check_model(settings(recompute_granularity="selective", recompute_modules=["moe_act", "shared_experts"]))
     check_model(settings(mlp_chunks_for_training=1))
+    check_model(settings(sft=True, dataloader_inter_document_masking=True), training=True)
+    for softmax_type in ("off-by-one", "learnable"):
+        check_model(settings(window_size=(128, 0), softmax_type=softmax_type))
 
 
 def test_every_rule_is_tried():

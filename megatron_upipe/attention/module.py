@@ -148,7 +148,8 @@ class UPipeSelfAttention(SelfAttention):
                 tokens = hidden_states.shape[0] * self.shards
                 if packed_seq_params is not None:  # Megatron takes from its table what each document needs
                     tokens = max(packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv)
-                rotary_pos_emb = self._angles(rotary_pos_emb, one_document(self.groups.layout, tokens))
+                whole = one_document(self.groups.layout, tokens)
+                rotary_pos_emb = self._angles(rotary_pos_emb, whole, hidden_states.device)
             return super().forward(
                 hidden_states, attention_mask, inference_context=inference, rotary_pos_emb=rotary_pos_emb, **others
             )
@@ -173,7 +174,7 @@ class UPipeSelfAttention(SelfAttention):
         sequence_parallel = self.shards > 1
         return AttentionCall(
             plan=self.plan,
-            elementwise=self._elementwise(rotary_pos_emb, segments, packed is not None),
+            elementwise=self._elementwise(rotary_pos_emb, segments, hidden_states.device, packed is not None),
             parameters=self._attention_parameters,
             gather=self._gather if sequence_parallel else _same,
             reduce=self._reduce_scatter if sequence_parallel else self._reduce,
@@ -271,9 +272,9 @@ class UPipeSelfAttention(SelfAttention):
         proj, _ = parameters_of(self.linear_proj, "linear_proj")
         return AttentionParameters(qkv, bias, proj, self.core_attention())
 
-    def _elementwise(self, rotary_pos_emb: Any, segments: Segments, packed: bool) -> Elementwise:
+    def _elementwise(self, rotary_pos_emb: Any, segments: Segments, device: torch.device, packed: bool) -> Elementwise:
         """q/k norm and RoPE of this call's tokens."""
-        angles = self._angles(rotary_pos_emb, segments, packed)
+        angles = self._angles(rotary_pos_emb, segments, device, packed)
         q_parameters, k_parameters = _parameters(self.q_layernorm), _parameters(self.k_layernorm)
         count = len(q_parameters)
 
@@ -298,7 +299,7 @@ class UPipeSelfAttention(SelfAttention):
         )
 
     def _angles(
-        self, rotary_pos_emb: Any, segments: Segments, packed: bool = False
+        self, rotary_pos_emb: Any, segments: Segments, device: torch.device, packed: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
         """RoPE angles of queries and keys, [s, 1, 1, rotary_dim] each; None for layers without RoPE.
 
@@ -310,7 +311,7 @@ class UPipeSelfAttention(SelfAttention):
         tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         if self.upipe.rope == "stock":
             return tuple(angles_of_documents(t, segments, self.groups.rank) for t in tables) if packed else tables
-        how = self.upipe.rotary, self.hidden_size_per_attention_head, config.rotary_interleaved, tables[0].device
+        how = self.upipe.rotary, self.hidden_size_per_attention_head, config.rotary_interleaved, device
         angles = exact_angles(segments, self.groups.rank, *how)
         return angles, angles
 

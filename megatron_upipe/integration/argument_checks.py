@@ -66,9 +66,10 @@ def check_upipe(args: Namespace) -> None:
     check_model(args, training=True)
     _check_fp8(args)
     _check_backend(args)
-    if args.eod_mask_loss and not args.calculate_per_token_loss:
+    uneven = "--sft" if args.sft else "--eod-mask-loss"
+    if (args.sft or args.eod_mask_loss) and not args.calculate_per_token_loss:
         say(
-            "with --eod-mask-loss each context-parallel rank divides by its own number of tokens, in Megatron itself; "
+            f"with {uneven} each context-parallel rank divides by its own number of tokens, in Megatron itself; "
             "add --calculate-per-token-loss for the losses of one rank"
         )
     if args.create_attention_mask_in_dataloader:
@@ -79,7 +80,7 @@ def check_upipe(args: Namespace) -> None:
 def _check_backend(args: Namespace) -> None:
     """A backend that is asked for must serve the model; ``auto`` finds one."""
     if args.upipe_attention_backend is not None:
-        select_kernel(*_inputs(args), args.upipe_attention_backend)
+        select_kernel(*_inputs(args), args.upipe_attention_backend, window=args.window_size is not None)
 
 
 def _inputs(args: Namespace) -> tuple[torch.device, torch.dtype, int]:
@@ -110,6 +111,13 @@ def _check_fp8(args: Namespace) -> None:
     what = "the tokens of a rank (--seq-length x --micro-batch-size / --context-parallel-size)"
     check_alignment(recipe, {what: args.seq_length // args.context_parallel_size * args.micro_batch_size})
     mode = args.upipe_fp8_attention or "off"
+    for flag, given in (
+        ("--window-size", args.window_size is not None),
+        ("--sft", args.sft),
+        ("--dataloader-inter-document-masking", args.dataloader_inter_document_masking),
+    ):
+        if given and mode != "off":
+            raise UPipeError(f"--upipe-fp8-attention {mode} does not work with {flag}; use --upipe-fp8-attention off")
     check_fp8_attention(mode, schedule, tokens=args.seq_length // r, ring_size=r, head_dim=head_dim)
     select_precision(recipe, device, dtype)
     if mode != "off":

@@ -1,7 +1,8 @@
 """Built-in GPT pre-training over ``megatron.training``, for machines without a Megatron-LM checkout.
 
 The wheel of megatron-core contains the training loop but no entry script. This one reads mock or indexed data, plain
-language-model loss only; fill-in-the-middle, SFT, packed documents and ModelOpt need a checkout's ``pretrain_gpt.py``.
+language-model loss only, also on packed documents; fill-in-the-middle and ModelOpt need a checkout's
+``pretrain_gpt.py``.
 """
 
 from __future__ import annotations
@@ -16,23 +17,30 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_upipe.errors import UPipeError
 
-BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+PACKED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *PACKED_KEYS)
 
 # attribute of Megatron's arguments -> flag; this entry has no code for them
 NEEDS_CHECKOUT = {
-    "sft": "--sft",
     "fim_data": "--fim-data",
-    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "mtp_num_layers": "--mtp-num-layers",
     "logits_load_dir": "--logits-load-dir",
@@ -59,6 +67,8 @@ DATASET_OPTIONS = {
     "reset_attention_mask": "reset_attention_mask",
     "eod_mask_loss": "eod_mask_loss",
     "create_attention_mask": "create_attention_mask_in_dataloader",
+    "inter_document_masking": "dataloader_inter_document_masking",
+    "context_parallel_size": "context_parallel_size",
 }
 
 
@@ -90,9 +100,8 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         tokenizer=build_tokenizer(args),
         **{option: getattr(args, attribute) for option, attribute in DATASET_OPTIONS.items()},
     )
-    return BlendedMegatronDatasetBuilder(
-        MockGPTDataset if args.mock_data else GPTDataset, num_samples, partial(_reads_data, vp_stage), config
-    ).build()
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, num_samples, partial(_reads_data, vp_stage), config).build()
 
 
 def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
@@ -104,23 +113,27 @@ def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=packed_parameters(batch),
     )
     return losses, partial(reduce_loss, batch["loss_mask"])
 
 
 def get_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
-    """This rank's shard of the next micro-batch; all None on the inner pipeline stages."""
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(BATCH_KEYS)
+    """This rank's shard of the next micro-batch; on the inner pipeline stages only what says how it is packed."""
     args = get_args()
+    inner = not is_first_or_last_pipeline_stage(vp_stage)
+    if inner and not is_packed(args):
+        return dict.fromkeys(BATCH_KEYS)
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         sample = next(data_iterator)
         batch = {key: sample[key].cuda(non_blocking=True) if key in sample else None for key in BATCH_KEYS}
+        if inner:
+            batch |= dict.fromkeys(set(BATCH_KEYS) - set(PACKED_KEYS))
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=is_packed(args),
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -134,7 +147,41 @@ def get_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, torch.
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    batch = flatten_batch_for_packed_sequences(batch)
+    if inner:
+        return batch
+    return get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+    )
+
+
+def is_packed(args: Namespace) -> bool:
+    """Whether a sequence has several documents that do not see each other."""
+    return bool(args.sft or args.dataloader_inter_document_masking)
+
+
+def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
+    """What the layers are told of the batch's documents, if it is packed."""
+    if batch.get("cu_seqlens") is None:
+        return None
+    real = batch["cu_seqlens"].squeeze(0)
+    update_seqlen_stats_from_cu_seqlens(real)  # for the FLOPs in the log
+    padded = batch.get("cu_seqlens_padded")
+    padded = real if padded is None else padded.squeeze(0)
+    longest = int(batch["max_seqlen"].item())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=get_args().seq_length,
+    )
 
 
 def reduce_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -157,4 +204,5 @@ def embedding_ranks(args: Namespace, pp_ranks: list[int]) -> list[int]:
 
 
 def _reads_data(vp_stage: int | None) -> bool:
-    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+    everywhere = is_packed(get_args())  # every pipeline stage has to know the documents
+    return mpu.get_tensor_model_parallel_rank() == 0 and (everywhere or is_first_or_last_pipeline_stage(vp_stage))

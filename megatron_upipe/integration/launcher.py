@@ -83,7 +83,7 @@ def install(force_cpu: bool = False) -> None:
     """
     import torch
 
-    from megatron_upipe.integration import cpu, flags, gpt_model, metrics, startup, upipe_spec
+    from megatron_upipe.integration import cpu, flags, gpt_model, metrics, packed_batch, startup, upipe_spec
     from megatron_upipe.integration.symbols import registry
 
     if not force_cpu and not torch.cuda.is_available():
@@ -101,6 +101,7 @@ def install(force_cpu: bool = False) -> None:
             *gpt_model.replacements(),
             *metrics.replacements(),
             *upipe_spec.replacements(),
+            *packed_batch.replacements(),
         ],
     )
 

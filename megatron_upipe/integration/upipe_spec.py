@@ -118,6 +118,7 @@ def upipe_config(args: Namespace) -> UPipeConfig:
         rotary=rotary,
         keep_attention=keep_attention(args),
         loss_tile_tokens=loss_tile_tokens(args),
+        packed_layout="sequence" if args.dataloader_inter_document_masking and not args.sft else "document",
         **given,
     )
 

@@ -42,14 +42,21 @@ def launch(ranks: int, *flags: str, script: str | None = None, timeout: int = 30
 
 
 def train(
-    folder: Path, name: str, ranks: int, *flags: str, script: str | None = None, distributed_optimizer: bool = True
+    folder: Path,
+    name: str,
+    ranks: int,
+    *flags: str,
+    script: str | None = None,
+    distributed_optimizer: bool = True,
+    mock_data: bool = True,
 ) -> dict[str, float]:
     """Trains the small model; ``{"lm loss 1": ..., "grad norm 1": ..., "validation lm loss 5": ...}``."""
     if distributed_optimizer:
         flags = (*flags, "--use-distributed-optimizer")
     metrics = folder / f"{name}.jsonl"
     cache = folder / "cache"
-    arguments = (*MODEL, *TRAINING, *flags, "--data-cache-path", str(cache), "--upipe-metrics", str(metrics))
+    training = [flag for flag in TRAINING if mock_data or flag != "--mock-data"]
+    arguments = (*MODEL, *training, *flags, "--data-cache-path", str(cache), "--upipe-metrics", str(metrics))
     done = launch(ranks, *arguments, script=script)
     if re.search(r"exitcode\s*: -(6|11) ", done.stderr):
         # gloo's own threads abort or fault about once in 100 runs, stock Megatron's included

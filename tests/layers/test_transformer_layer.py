@@ -142,7 +142,7 @@ def _refused_at_build(rank):
         Case(heads_per_stage=8),
         Case(config=dict(attention_dropout=0.1)),
         Case(heads=9, kv_heads=3),
-        Case(config=dict(window_size=(4, 0))),
+        Case(config=dict(window_size=(4, 4))),
         Case(config=dict(fp8="hybrid", fp8_recipe="tensorwise")),
     ]
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -165,7 +165,7 @@ def test_refused_when_the_layer_is_built(workers):
         "--upipe-heads-per-stage 8",
         "--attention-dropout 0.1",
         "(Ulysses) does not fit",
-        "--window-size 4 0",
+        "--window-size 4 4",
         "--fp8-recipe tensorwise needs multiples of 16, but --hidden-size is 28",
         "--context-parallel-size 1 needs TransformerEngine's linears; use --spec megatron_upipe.layer_specs upipe_te_l",
         "upipe_te_layer_spec needs TransformerEngine: it cannot be imported (No module named",

@@ -145,14 +145,14 @@ def tp_shard(name: str, whole: torch.Tensor, tp: int) -> torch.Tensor:
         return torch.cat([half.chunk(tp)[rank] for half in whole.chunk(2)])
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return whole.chunk(tp, 1)[rank]
-    return whole.chunk(tp)[rank] if "linear_qkv." in name else whole
+    return whole.chunk(tp)[rank] if "linear_qkv." in name or name.endswith("softmax_offset") else whole
 
 
 def _randomise(module: torch.nn.Module) -> None:
-    """Norm weights and biases that are not ones and zeros."""
+    """Norm weights, biases and sinks that are not ones and zeros."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "softmax_offset")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
 
 

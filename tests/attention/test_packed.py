@@ -1,0 +1,106 @@
+"""Packed documents: stock attention of each by itself, in fp64, for both of Megatron's layouts."""
+
+import math
+import random
+
+import pytest
+from attention.test_parity import check
+
+from megatron_upipe.integration.selftest.packed import Packing, compare_packed, draw_packing
+from megatron_upipe.integration.selftest.parity import TOLERANCE, Case, initialize, single_rank_groups
+
+GROUPS = [(1, 1, 2), (1, 2, 1), (1, 2, 2), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 2, 2)]
+LAYOUTS = ("document", "sequence")
+EXACT = dict(rope="exact")
+
+
+def _compare_all(rank, p, r, all_cases, tp=1, sp=False, padding=100.0):
+    initialize(p, r, tp)
+    groups = single_rank_groups()
+    return [compare_packed(case, packing, p, r, groups, tp, sp, padding) for case, packing in all_cases]
+
+
+def packings(seed, unit, count, layouts=LAYOUTS, most=3):
+    rng = random.Random(seed)
+    return [draw_packing(rng, unit, layouts[i % len(layouts)], unit * rng.randint(1, most)) for i in range(count)]
+
+
+def case_for(packing, **changes):
+    upipe = {"packed_layout": packing.layout, **changes.pop("upipe", {})}
+    return Case(**{"micro_batch": 1, "upipe": upipe, **changes})
+
+
+HEADS = [dict(), dict(heads=8, kv_heads=1), dict(heads=12, kv_heads=4, heads_per_stage=12)]
+
+
+@pytest.mark.parametrize(("tp", "p", "r"), GROUPS)
+def test_equals_stock_document_by_document(workers, tp, p, r):
+    """Lengths from 1 to the whole sequence, odd ones, empty documents, an empty tail."""
+    sp = tp > 1
+    heads = HEADS if tp == 1 else [dict(heads=12, kv_heads=4), dict(heads=8, kv_heads=2)]
+    all_cases = [
+        (case_for(packing, **heads[i % len(heads)]), packing)
+        for i, packing in enumerate(packings(100 * p + 10 * r + tp, 2 * p * r * (tp if sp else 1), 16))
+    ]
+    check(workers.run(tp * p * r, _compare_all, p, r, all_cases, tp, sp), [case for case, _ in all_cases])
+
+
+def test_whole_sequence_and_documents_of_one_token(workers):
+    shapes = [((24,), (24,)), ((1,) * 24, (1,) * 24), ((1, 22, 1), (1, 22, 1)), ((5, 0, 3), (8, 4, 8))]
+    all_cases = [(case_for(p), p) for real, padded in shapes for p in [Packing(real, padded, 24, "sequence")]]
+    all_cases += [(case_for(p), p) for p in [Packing((1, 7, 3), (8, 8, 8), 24, "document")]]
+    check(workers.run(4, _compare_all, 2, 2, all_cases), [case for case, _ in all_cases])
+
+
+CONFIGURATIONS = {
+    "q/k norm and biases": dict(config=dict(qk_layernorm=True, add_qkv_bias=True)),
+    "partial interleaved rope": dict(config=dict(rotary_interleaved=True), rotary_percent=0.4),
+    "non-causal": dict(mask="no_mask"),
+    "reference kernel": dict(upipe=dict(attention_backend="reference")),
+    "window": dict(config=dict(window_size=(3, 0))),
+    "wide window": dict(config=dict(window_size=(9, 0))),
+    "window of one": dict(config=dict(window_size=(0, 0))),
+    "sinks": dict(config=dict(softmax_type="learnable")),
+    "sinks and window": dict(config=dict(softmax_type="learnable", window_size=(5, 0), qk_layernorm=True)),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_configurations(workers, name):
+    all_cases = [(case_for(p, **CONFIGURATIONS[name]), p) for p in packings(7, 8, 6, most=5)]
+    check(workers.run(4, _compare_all, 2, 2, all_cases), [case for case, _ in all_cases])
+
+
+def test_padding_may_be_nan(workers):
+    """Outputs and dx of real tokens do not see it."""
+    config = dict(softmax_type="learnable", window_size=(4, 0))
+    all_cases = [(case_for(p, config=config if i % 2 else {}), p) for i, p in enumerate(packings(3, 8, 6))]
+    assert sum(sum(packing.real) < packing.length for _, packing in all_cases) > 3
+    for errors in workers.run(4, _compare_all, 2, 2, all_cases, 1, False, math.nan):
+        assert all(set(e) == {"output", "dx"} and max(e.values()) <= TOLERANCE for e in errors), errors
+
+
+def _leaking(rank, all_cases):
+    from megatron_upipe.context import pieces
+
+    with pytest.MonkeyPatch.context() as patch:
+        original = pieces.RingMask.pieces
+
+        def leaking(self, rank, source):
+            """The second document sees one key of the first."""
+            for piece in original(self, rank, source):
+                if piece.queries.start == 0 or piece.causal or piece.keys.start == 0:
+                    yield piece
+                else:
+                    yield piece._replace(keys=pieces.Rows(piece.keys.start - 1, piece.keys.stop))
+
+        patch.setattr(pieces.RingMask, "pieces", leaking)
+        return _compare_all(rank, 1, 2, all_cases)
+
+
+def test_a_planted_leak_is_caught(workers):
+    packing = Packing((8, 16), (8, 16), 24, "document")
+    all_cases = [(case_for(packing), packing)]
+    check(workers.run(2, _compare_all, 1, 2, all_cases), [case for case, _ in all_cases])
+    found = workers.run(2, _leaking, all_cases)
+    assert max(error["output"] for (error,) in found) > 1e-3
