@@ -66,6 +66,13 @@ def check_upipe(args: Namespace) -> None:
     check_model(args, training=True)
     _check_fp8(args)
     _check_backend(args)
+    packed = "--sft" if args.sft else "--dataloader-inter-document-masking"
+    one_sequence = args.micro_batch_size in (None, 1) or args.pipeline_model_parallel_size == 1
+    if (args.sft or args.dataloader_inter_document_masking) and not one_sequence:
+        raise UPipeError(
+            f"--micro-batch-size {args.micro_batch_size} with {packed} is one sequence in Megatron, which its pipeline "
+            "stages do not expect; use 1, or --pipeline-model-parallel-size 1"
+        )
     uneven = "--sft" if args.sft else "--eod-mask-loss"
     if (args.sft or args.eod_mask_loss) and not args.calculate_per_token_loss:
         say(

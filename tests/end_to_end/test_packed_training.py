@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from end_to_end.test_upipe_training import CP2, USP, assert_close
+from end_to_end.test_upipe_training import CP2, NORM_TOLERANCE, TOLERANCE, USP, assert_close
 from end_to_end.training import some_slow, train
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -58,12 +58,12 @@ def test_inter_document_masking_trains_as_stock_does(folder, documents, stock, n
 def test_documents_matter(folder, documents, stock):
     """The same data as one document is another training."""
     whole = train(folder, "whole", 1, *documents, mock_data=False)
-    assert abs(whole["lm loss 5"] / stock["lm loss 5"] - 1) > 1e-3
+    assert abs(whole["grad norm 1"] / stock["grad norm 1"] - 1) > 10 * NORM_TOLERANCE
 
 
 @pytest.mark.slow
 def test_every_pipeline_stage_knows_the_documents(folder, documents):
-    flags = [*MASKED, *documents, "--pipeline-model-parallel-size", "2"]
+    flags = [*MASKED, *documents, "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]
     wanted = train(folder, "stock pipeline", 2, *flags, mock_data=False)
     assert_close(train(folder, "pipeline", 4, *flags, *CP2, mock_data=False), wanted)
 
@@ -98,11 +98,13 @@ def tokenize_conversation(self, conversation, return_target, add_generation_prom
     return tuple(torch.tensor(sum(lists, [])) for lists in (tokens, targets))
 
 MegatronTokenizerText.tokenize_conversation = tokenize_conversation
+MegatronTokenizerText.pad = property(lambda self: 0)
 sys.modules["datasets"] = types.ModuleType("datasets")
 sys.modules["datasets"].load_dataset = lambda kind, data_files, split: [
     json.loads(line) for line in open(data_files)
 ]
 if os.environ.get("SFT_SCRIPT"):
+    sys.path.insert(0, os.path.dirname(os.environ["SFT_SCRIPT"]))
     runpy.run_path(os.environ["SFT_SCRIPT"], run_name="__main__")
 else:
     from megatron_upipe.integration import gpt_entry
@@ -133,13 +135,20 @@ def test_sft_trains_as_stock_does(folder, conversations):
     """Conversations are padded for the ranks that share them, and each lies in a zigzag of its own."""
     flags, script = conversations
     wanted = train(folder, "stock sft", 1, *flags, script=script, mock_data=False)
-    assert_close(train(folder, "sft", 4, *flags, *USP, script=script, mock_data=False), wanted)
+    found = train(folder, "sft", 4, *flags, *USP, script=script, mock_data=False)
+    assert_close(training_only(found), wanted)
+    # Megatron's validation under --sft averages the ranks' means, as if context-parallel ranks had data of their own
+    assert abs(found["validation lm loss 5"] / wanted["validation lm loss 5"] - 1) > 10 * TOLERANCE
     checkout = os.environ.get("MEGATRON_LM")
     if checkout:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SFT_SCRIPT", str(Path(checkout, "pretrain_gpt.py")))
             found = train(folder, "sft checkout", 4, *flags, *USP, script=script, mock_data=False)
-        assert_close(found, wanted)
+        assert_close(training_only(found), wanted)
+
+
+def training_only(losses):
+    return {key: value for key, value in losses.items() if key.startswith(("lm loss", "grad norm"))}
 
 
 def test_unmodified_pretrain_gpt_masks_between_documents(folder, documents, stock):
