@@ -205,11 +205,12 @@ def _node(rank, dtype):
     node = y.grad_fn
     assert len(node.saved_tensors) == 2 + len(module.plan.schedule.stages), "x, out and one lse a stage"
     gradients = UPipeAttentionFunction.backward(node, torch.ones_like(y))
-    # x, qkv weight and bias, proj weight, two norms; the first two arguments are no tensors
-    assert len(gradients) == 2 + len(node.next_functions) == 8 and gradients[:2] == (None, None)
+    # x, qkv weight and bias, proj weight, no sinks, two norms; the first two arguments are no tensors
+    assert len(gradients) == 2 + len(node.next_functions) + 1 == 9
+    assert gradients[:2] == (None, None) and gradients[6] is None
     inputs = (x, module.linear_qkv.weight, module.linear_qkv.bias, module.linear_proj.weight)
     norms = (module.q_layernorm.weight, module.k_layernorm.weight)
-    assert [tuple(g.shape) for g in gradients[2:]] == [tuple(t.shape) for t in (*inputs, *norms)]
+    assert [tuple(g.shape) for g in gradients[2:] if g is not None] == [tuple(t.shape) for t in (*inputs, *norms)]
     y.backward(torch.ones_like(y))
     return {str(p.grad.dtype) for p in module.parameters()} == {str(dtype)}
 
@@ -258,13 +259,26 @@ def test_repeats_bit_for_bit(workers):
     assert workers.run(2, _bitwise) == [True, True]
 
 
+def _unlimited(rank):
+    """A window of -1 is none, as in TransformerEngine; Megatron's own core attention would then mask everything."""
+    module, x, table = build(Case(config=dict(window_size=(-1, 0))))
+    parallel_state.destroy_model_parallel()
+    plain, _, _ = build()
+    plain.load_state_dict(module.state_dict())
+    found, wanted = (m(x, None, rotary_pos_emb=table)[0] for m in (module, plain))
+    return module.plan.window is None and torch.equal(found, wanted)
+
+
+def test_a_window_without_end(workers):
+    assert workers.run(2, _unlimited) == [True, True]
+
+
 def _refusals(rank):
     module, x, table = build()
     messages = {}
     given = {
         "mask": dict(attention_mask=torch.ones(1)),
         "attention_bias": dict(attention_bias=torch.ones(1)),
-        "packed_seq_params": dict(packed_seq_params=object()),
         "key_value_states": dict(key_value_states=x),
         "sequence_len_offset": dict(sequence_len_offset=3),
         "inference": dict(inference_context=object()),
@@ -290,7 +304,7 @@ def _refusals(rank):
 def test_refuses_at_run_time(workers):
     messages = workers.run(2, _refusals)[0]
     assert "--no-create-attention-mask-in-dataloader" in messages["mask"]
-    for name in ("attention_bias", "packed_seq_params", "key_value_states", "sequence_len_offset"):
+    for name in ("attention_bias", "key_value_states", "sequence_len_offset"):
         assert messages[name] == f"{name} is not supported by UPipe with context parallelism; pass None"
     assert "generate with the stock spec, from the same checkpoint" in messages["inference"]
     assert messages["hook"].startswith("linear_qkv is wrapped, hooked or its weight is computed")

@@ -4,10 +4,20 @@ import math
 import random
 
 import pytest
+import torch
 from attention.test_parity import check
 
+from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.selftest.packed import Packing, compare_packed, draw_packing
-from megatron_upipe.integration.selftest.parity import TOLERANCE, Case, initialize, single_rank_groups
+from megatron_upipe.integration.selftest.parity import (
+    TOLERANCE,
+    Case,
+    initialize,
+    rotary_table,
+    single_rank_groups,
+    stock_attention,
+    upipe_attention,
+)
 
 GROUPS = [(1, 1, 2), (1, 2, 1), (1, 2, 2), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 2, 2)]
 LAYOUTS = ("document", "sequence")
@@ -74,10 +84,56 @@ def test_configurations(workers, name):
 def test_padding_may_be_nan(workers):
     """Outputs and dx of real tokens do not see it."""
     config = dict(softmax_type="learnable", window_size=(4, 0))
-    all_cases = [(case_for(p, config=config if i % 2 else {}), p) for i, p in enumerate(packings(3, 8, 6))]
+    all_cases = [(case_for(p, config=config if i % 2 else {}), p) for i, p in enumerate(packings(4, 8, 8))]
     assert sum(sum(packing.real) < packing.length for _, packing in all_cases) > 3
     for errors in workers.run(4, _compare_all, 2, 2, all_cases, 1, False, math.nan):
         assert all(set(e) == {"output", "dx"} and max(e.values()) <= TOLERANCE for e in errors), errors
+
+
+def _repeated(rank, packing):
+    initialize(2, 2)
+    groups = single_rank_groups()
+    case = case_for(packing, config=dict(softmax_type="learnable", window_size=(6, 0)))
+    stock = stock_attention(case, groups)
+    module = upipe_attention(case, 2, 2, stock)
+    torch.manual_seed(rank)
+    x = torch.randn(packing.length // 4, 1, case.hidden, dtype=torch.float64)
+    table = rotary_table(case, packing.length)
+    found = []
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        leaf = x.clone().requires_grad_()
+        y, _ = module(leaf, None, rotary_pos_emb=table, packed_seq_params=packing.parameters())
+        y.square().sum().backward()
+        found.append([y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None)])
+    return len(found[0]), all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "packing", [Packing((9, 1, 20), (9, 3, 20), 40, "sequence"), Packing((9, 20), (16, 24), 40, "document")]
+)
+def test_repeats_bit_for_bit(workers, packing):
+    assert workers.run(4, _repeated, packing) == [(5, True)] * 4
+
+
+def _refused(rank):
+    initialize(2, 1)
+    packing = Packing((5, 7), (5, 7), 12, "sequence")
+    module = upipe_attention(Case(), 2, 1, stock_attention(Case(), single_rank_groups()))
+    x = torch.randn(6, 3, Case.hidden, dtype=torch.float64)
+    table = rotary_table(Case(), 12)
+    messages = []
+    for tokens in (x, x[:, :1]):
+        with pytest.raises(UPipeError) as refused:
+            module(tokens, None, rotary_pos_emb=table, packed_seq_params=packing.parameters())
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_refuses_micro_batches_and_lengths_of_the_other_layout(workers):
+    samples, lengths = workers.run(2, _refused)[0]
+    assert "packed documents come as one sequence, not as a micro-batch of 3; put the samples one after" in samples
+    assert "a packed document of 5 tokens is no multiple of 4" in lengths
 
 
 def _leaking(rank, all_cases):

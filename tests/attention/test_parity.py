@@ -57,6 +57,12 @@ CONFIGURATIONS = {
     "output gate": dict(attention_output_gate=True),
     "output gate and biases": dict(attention_output_gate=True, add_qkv_bias=True, qk_layernorm=True),
     "L2 norm": dict(qk_l2_norm=True),
+    "window": dict(window_size=(4, 0)),
+    "wide window": dict(window_size=(15, 0)),
+    "window wider than the sequence": dict(window_size=(100, 0)),
+    "no window in this layer": dict(window_size=(4, 0), window_attn_skip_freq=[0]),
+    "sinks": dict(softmax_type="learnable"),
+    "sinks of zero and window": dict(softmax_type="off-by-one", window_size=(7, 0), qk_layernorm=True),
 }
 # stock Megatron itself drops to fp32 in these, in both implementations
 IN_FP32 = ("output gate", "output gate and biases", "L2 norm")

@@ -8,7 +8,7 @@ from megatron_upipe.context.exchange import to_heads, to_sequence
 from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.context.pieces import RingMask
 from megatron_upipe.context.ring import Transfer, ring_backward, ring_forward
-from megatron_upipe.context.segments import one_document
+from megatron_upipe.context.segments import one_document, packed_segments
 from megatron_upipe.kernels.reference import ReferenceKernel
 
 
@@ -73,6 +73,42 @@ def _count_sent(rank, causal):
 def test_ring_sends_kv_heads_only(workers, size, causal):
     """K and V of each rank to every other, once more in backward, and their gradients home."""
     assert all(workers.run(size, _count_sent, causal))
+
+
+def _sent_rows(rank, window, documents):
+    """Rows of keys and values that forward sends, and those of gradients in backward."""
+    size, length = dist.get_world_size(), 64
+    layout = SequenceLayout(1, size)
+    segments = one_document(layout, length)
+    if documents is not None:
+        segments = packed_segments(layout, length, documents, documents, per_document=False)
+    mask, sent = RingMask(segments, True, window), []
+    original = dist.P2POp
+
+    def counting(op, tensor, *args):
+        if op is dist.isend:
+            sent.append(tensor.shape[1] * tensor.shape[2])
+        return original(op, tensor, *args)
+
+    q, kv = torch.randn(1, 2, length // size, 4).double(), torch.randn(1, 2, length // size, 4).double()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "P2POp", counting)
+        out, lse = ring_forward(ReferenceKernel(), q, kv, mask, 0.5, dist.group.WORLD)
+        forward = sum(sent)
+        ring_backward(ReferenceKernel(), out, q, kv, out, lse, mask, 0.5, dist.group.WORLD)
+    return forward // 2, (sum(sent) - 2 * forward) // 2
+
+
+def test_only_rows_that_are_seen_are_sent(workers):
+    """4 ranks with 2 chunks of 8 tokens each."""
+    every = [(48, gradients) for gradients in (48, 40, 32, 24)]
+    assert workers.run(4, _sent_rows, None, None) == every
+    # the front goes on to the next rank and the back to the one before, less the tokens too far back
+    assert workers.run(4, _sent_rows, 5, None) == [(5, 5), (10, 10), (10, 10), (5, 5)]
+    assert workers.run(4, _sent_rows, 0, None) == [(0, 0)] * 4
+    # documents of a chunk each; and two that end in the first chunks, before one over all the others
+    assert workers.run(4, _sent_rows, None, list(range(0, 65, 8))) == [(0, 0)] * 4
+    assert workers.run(4, _sent_rows, None, [0, 8, 13, 20, 64]) == [(0, 36), (19, 28), (36, 19), (48, 4)]
 
 
 def _non_causal(rank):
