@@ -34,7 +34,7 @@ def build(case=None, **upipe):
     return layers, x, table
 
 
-def run(layers, x, table):
+def run(layers, x, table, packed=None):
     for layer in layers:
-        x, _ = layer(x, None, rotary_pos_emb=table)
+        x, _ = layer(x, None, rotary_pos_emb=table, packed_seq_params=packed)
     return x

@@ -8,7 +8,9 @@ import torch
 from layers.stack import HOST, LAYERS, build, run
 
 from megatron_upipe.attention import core
-from megatron_upipe.integration.selftest.parity import Case
+from megatron_upipe.integration.selftest.layers import SWIGLU
+from megatron_upipe.integration.selftest.packed import Packing
+from megatron_upipe.integration.selftest.parity import Case, rotary_table
 from megatron_upipe.layers import function, transformer_layer
 from megatron_upipe.memory.host_store import host_store
 from megatron_upipe.planning.live_bytes import LiveBytes
@@ -95,6 +97,30 @@ def test_policies_agree_bit_for_bit(workers):
     policies = [upipe for upipe, _ in POLICIES] + [dict(prefetch="on", **HOST)]
     for equal in workers.run(2, _gradients, policies):
         assert equal == [True] * len(policies)
+
+
+PACKING = Packing((11, 2, 7), (12, 4, 8), 24, "document")
+
+
+def _packed_gradients(rank, policies):
+    """As ``_gradients``, of packed documents in layers with a window and sinks; a new batch of parameters each time."""
+    found = []
+    for upipe in policies:
+        config = {**SWIGLU, "window_size": (5, 0), "softmax_type": "learnable"}
+        case = Case(config=config, micro_batch=1, chunk=6, upipe={"mlp_tile_tokens": 5, **upipe})
+        layers, x, _ = build(case)
+        x.requires_grad_()
+        y = run(layers, x, rotary_table(case, 12), PACKING.parameters())
+        (y * torch.arange(x.shape[-1])).sum().backward()
+        gradients = {name: p.grad for layer in layers for name, p in layer.named_parameters()}
+        assert gradients["self_attention.core_attention.softmax_offset"].abs().max() > 0
+        found.append([y.detach(), x.grad, *(p.grad for layer in layers for p in layer.parameters())])
+    return [all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)) for other in found]
+
+
+def test_policies_agree_bit_for_bit_on_packed_documents(workers):
+    policies = [dict(), dict(keep_attention=0), dict(checkpoint_every=3, keep_attention=1, **HOST)]
+    assert workers.run(2, _packed_gradients, policies) == [[True] * 3] * 2
 
 
 def _no_slot_in_use(rank):

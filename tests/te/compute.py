@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron_upipe.kernels.protocol import Documents
 from megatron_upipe.kernels.reference import ReferenceKernel
 from megatron_upipe.precision.recipes import Fp8Recipe
 from megatron_upipe.precision.twin import E4M3, E5M2, TwinPrecision, quantise_blocks, quantise_tensor
@@ -101,26 +102,52 @@ def _attention_tensors(arguments, names):
     tensors = []
     for name in names:
         assert not isinstance(arguments[name], torch.Tensor) or arguments[name].is_contiguous()
-        tensors.append(values(arguments[name]).transpose(1, 2))
+        tensor = values(arguments[name])
+        tensors.append((tensor.unsqueeze(0) if _packed(arguments) else tensor).transpose(1, 2))
     return tensors
 
 
+def _packed(arguments):
+    return arguments["o_format"] == "thd"
+
+
+def _in_memory(arguments, tensor):
+    """[b, n, l, d] as the caller has it."""
+    tensor = tensor.transpose(1, 2).contiguous().to(arguments["fake_dtype"])
+    return tensor.squeeze(0) if _packed(arguments) else tensor
+
+
 def _check(arguments):
-    causal = {"causal": True, "no_mask": False}[arguments["attn_mask_type"]]
-    assert arguments["window_size"] == ((-1, 0) if causal else (-1, -1)) and arguments["dropout"] == 0.0
-    assert arguments["qkv_layout"] == "bshd_bshd_bshd" and arguments["o_format"] == "bshd"
+    """Whether it is causal, and the documents."""
+    assert arguments["dropout"] == 0.0
+    masks = {"padding_causal": True, "padding": False} if _packed(arguments) else {"causal": True, "no_mask": False}
+    causal = masks[arguments["attn_mask_type"]]
+    assert arguments["window_size"] == ((-1, 0) if causal else (-1, -1))
+    assert arguments["qkv_layout"] == "_".join([arguments["o_format"]] * 3)
+    if _packed(arguments):
+        lengths = []
+        for which in ("q", "kv"):
+            cumulative = arguments[f"cu_seqlens_{which}"]
+            assert arguments[f"cu_seqlens_{which}_padded"] is cumulative and cumulative.dtype == torch.int32
+            lengths.append((cumulative[1:] - cumulative[:-1]).tolist())
+            assert max(lengths[-1]) == arguments[f"max_seqlen_{which}"]
+        return causal, Documents.of(*lengths, torch.device("cpu"))
+    assert arguments["o_format"] == "bshd"
     b, l = arguments["q"].shape[0], arguments["max_seqlen_q"]
     assert arguments["cu_seqlens_q"].tolist() == [i * l for i in range(b + 1)]
     assert arguments["cu_seqlens_kv"].tolist() == [i * arguments["max_seqlen_kv"] for i in range(b + 1)]
-    return causal
+    return causal, None
 
 
 def fused_attn_fwd(arguments):
     CALLS.append(("fused_attn_fwd", arguments))
     assert arguments["rng_gen"] is not None, "the model's generator would advance with every stage"
     tensors = _attention_tensors(arguments, ("q", "k", "v"))
-    out, lse = ReferenceKernel().forward(*tensors, _check(arguments), arguments["attn_scale"])
-    out = out.transpose(1, 2).contiguous().to(arguments["fake_dtype"])
+    causal, documents = _check(arguments)
+    out, lse = ReferenceKernel().forward(*tensors, causal, arguments["attn_scale"], None, documents)
+    out = _in_memory(arguments, out)
+    if documents is not None:
+        lse = lse.squeeze(0).t()  # [l, n]
     if arguments.get("o_quantizer") is not None:
         assert arguments["s_quantizer"].scale.numel() == 1
         out = arguments["o_quantizer"](out)
@@ -129,13 +156,15 @@ def fused_attn_fwd(arguments):
 
 def fused_attn_bwd(arguments):
     CALLS.append(("fused_attn_bwd", arguments))
-    assert arguments["do_format"] == "bshd" and arguments["dqkv_layout"] == "bshd_bshd_bshd"
+    assert arguments["do_format"] == arguments["o_format"] and arguments["dqkv_layout"] == arguments["qkv_layout"]
+    causal, documents = _check(arguments)
     stats, state, *_ = arguments["aux_ctx_tensors"]
-    assert stats.is_contiguous() and stats.shape[3] == 1 and state.numel() == 2
+    assert stats.is_contiguous() and stats.shape[-1] == 1 and state.numel() == 2
+    lse = stats.squeeze(-1) if documents is None else stats.squeeze(-1).t().unsqueeze(0)
     tensors = _attention_tensors(arguments, ("d_o", "q", "k", "v", "o"))
     scale = arguments["attn_scale"]
-    gradients = ReferenceKernel().backward(*tensors, stats.squeeze(-1), _check(arguments), scale)
-    gradients = [g.transpose(1, 2).contiguous().to(arguments["fake_dtype"]) for g in gradients]
+    gradients = ReferenceKernel().backward(*tensors, lse, causal, scale, None, documents)
+    gradients = [_in_memory(arguments, g) for g in gradients]
     return (*gradients, None, None)
 
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 from te import compute
 
+from megatron_upipe.errors import UPipeError
+from megatron_upipe.kernels import te_fused
 from megatron_upipe.kernels.fp8_twin import Fp8TwinForward
+from megatron_upipe.kernels.protocol import Documents
 from megatron_upipe.kernels.reference import ReferenceKernel
 from megatron_upipe.kernels.te_fp8 import OUT_LARGEST, TransformerEngineFp8Forward, TransformerEngineMxfp8
 from megatron_upipe.kernels.te_fused import TransformerEngineKernel
@@ -129,6 +132,36 @@ def test_fused_attention(te, no_grad, causal, keys):
     for f, w in zip(found, reference.backward(dout, q, k, v, out, lse, causal, 0.2), strict=True):
         torch.testing.assert_close(f, w)
     assert te[-1][1]["deterministic"] is True and te[-1][1]["fused_attention_backend"].name == "F16_arbitrary_seqlen"
+
+
+@pytest.mark.parametrize(("causal", "keys"), [(True, (9, 1, 54)), (False, (20, 3, 9))])
+def test_fused_attention_of_packed_documents(te, no_grad, causal, keys):
+    q, k, v, dout = (t[:1] for t in attention_inputs(sum(keys)))
+    rest = (causal, 0.2, None, Documents.of((9, 1, 54), keys, CPU))
+    kernel, reference = TransformerEngineKernel(), ReferenceKernel()
+    out, lse = reference.forward(q, k, v, *rest)
+    found = (*kernel.forward(q, k, v, *rest), *kernel.backward(dout, q, k, v, out, lse, *rest))
+    for f, w in zip(found, (out, lse, *reference.backward(dout, q, k, v, out, lse, *rest)), strict=True):
+        torch.testing.assert_close(f, w)
+
+
+def test_lse_of_an_older_cudnn_is_refused(te, no_grad, monkeypatch):
+    """Padded to the longest document."""
+    original = te_fused.imported
+
+    def imported(*names):
+        forward, *others = original(*names)
+
+        def padded(**arguments):
+            out, (lse, *rest) = forward(**arguments)
+            return out, [lse.new_zeros(3, 6, 54, 1), *rest]
+
+        return padded, *others
+
+    monkeypatch.setattr(te_fused, "imported", imported)
+    q, k, v, _ = (t[:1] for t in attention_inputs())
+    with pytest.raises(UPipeError, match="this cuDNN gives the lse of packed documents padded"):
+        TransformerEngineKernel().forward(q, k, v, True, 0.2, None, Documents.of((9, 1, 54), (9, 1, 54), CPU))
 
 
 def test_fp8_forward(te, no_grad):
