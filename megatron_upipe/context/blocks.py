@@ -156,7 +156,7 @@ def numbers(ranges: Sequence[Rows | range], device: torch.device) -> Tensor:
     starts = torch.tensor([r.start for r in ranges], dtype=torch.int64)
     lengths = torch.tensor([r.stop for r in ranges], dtype=torch.int64) - starts
     before = torch.cumsum(lengths, 0) - lengths
-    total = int(lengths.sum())
+    total = sum(r.stop - r.start for r in ranges)  # known without the tensors, which may have no data
     return (torch.repeat_interleave(starts - before, lengths, output_size=total) + torch.arange(total)).to(device)
 
 

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import MISSING, fields
 from typing import Any
 
+from megatron_upipe.config import PACKED_LAYOUTS, check_least
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.planning.models import PRESETS, find_model
 from megatron_upipe.planning.scenario import Scenario, parse_tokens
@@ -45,6 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser, searched: bool) -> None:
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size, with sequence parallelism (default 1)")
     parser.add_argument("--optimizer", choices=("gpu", "host"), default="gpu", help="where its states are (gpu)")
+    parser.add_argument(
+        "--documents",
+        nargs="+",
+        metavar="TOKENS",
+        help="packed documents of these lengths, again and again until the sequence is full: 32K, or 128K 4K 4K",
+    )
+    parser.add_argument(
+        "--packed-layout",
+        choices=PACKED_LAYOUTS,
+        default="document",
+        help="document: each in a zigzag of its own, as --sft makes them (default); sequence: one for all, as "
+        "--dataloader-inter-document-masking does",
+    )
     parser.add_argument("--kernel", default="flash-attn-3", help="attention backend whose workspace is counted")
     group = parser.add_argument_group(
         "configuration", "what is left out is searched for" if searched else "defaults in parentheses"
@@ -61,6 +75,10 @@ def scenario_of(args: argparse.Namespace, **others: Any) -> tuple[Scenario, froz
     fixed = frozenset(given)
     if "keep_attention" in given:
         given["keep_attention"] = _layers(given["keep_attention"])
+    documents = None
+    if args.documents:
+        documents = tuple(parse_tokens(length, "--documents") for length in args.documents)
+        check_least("--documents", min(documents), 1)
     scenario = Scenario(
         model=find_model(args.model),
         gpus=args.gpus,
@@ -68,6 +86,8 @@ def scenario_of(args: argparse.Namespace, **others: Any) -> tuple[Scenario, froz
         tensor_parallel=args.tp,
         attention_backend=args.kernel,
         optimizer_on_host=args.optimizer == "host",
+        documents=documents,
+        packed_layout=args.packed_layout,
         **given,
         **others,
     )

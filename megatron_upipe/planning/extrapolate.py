@@ -1,7 +1,8 @@
 """A step of any length from two short ones.
 
-With tiles of one size everything grows along a line with the tokens of a rank, attention's FLOPs with their square.
-The peak is the largest of many lines: one for each chain of calls that makes tensors.
+With tiles of one size everything grows along a line with the tokens of a rank, attention's FLOPs with the pairs of
+tokens that see each other. Packed documents are as many as in the long step, of the same shares. The peak is the
+largest of many lines: one for each chain of calls that makes tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from megatron_upipe.planning.documents import most_pairs, shrink
 from megatron_upipe.planning.scenario import Scenario
 from megatron_upipe.planning.simulate import Step, simulate_step
 
@@ -23,7 +25,9 @@ def step_at(scenario: Scenario, layers: int) -> Step:
     if scenario.local_tokens <= lengths[-1]:
         return _step(scenario.normalised(layers), layers)
     first, second = (_step(_shortened(scenario.normalised(layers), length), layers) for length in lengths)
-    return _line(first, second, (scenario.local_tokens - lengths[0]) / (lengths[1] - lengths[0]), scenario, lengths[1])
+    t = (scenario.local_tokens - lengths[0]) / (lengths[1] - lengths[0])
+    short = _shortened(scenario.normalised(layers), lengths[1])
+    return _line(first, second, t, most_pairs(scenario.segments) / most_pairs(short.segments))
 
 
 def _unit(scenario: Scenario) -> int:
@@ -33,7 +37,10 @@ def _unit(scenario: Scenario) -> int:
 
 
 def _shortened(scenario: Scenario, length: int) -> Scenario:
-    return replace(scenario, tokens=length * scenario.context_parallel, rope=scenario.rotary)
+    tokens, documents = length * scenario.context_parallel, None
+    if scenario.documents is not None:
+        documents = tuple(shrink(scenario.lengths, tokens, 2 * scenario.context_parallel))
+    return replace(scenario, tokens=tokens, documents=documents, rope=scenario.rotary)
 
 
 @cache
@@ -41,13 +48,12 @@ def _step(scenario: Scenario, layers: int) -> Step:
     return simulate_step(scenario, layers)
 
 
-def _line(a: Step, b: Step, t: float, scenario: Scenario, short: int) -> Step:
-    """The value at ``t`` of lines that are at ``a`` for 0 and at ``b`` for 1."""
+def _line(a: Step, b: Step, t: float, pairs: float) -> Step:
+    """The value at ``t`` of lines that are at ``a`` for 0 and at ``b`` for 1; ``pairs``: over those of ``b``."""
 
     def numbers(first: Mapping[Any, float], second: Mapping[Any, float]) -> dict[Any, int]:
         return {key: round(first.get(key, 0) + (second[key] - first.get(key, 0)) * t) for key in second}
 
-    square = (scenario.local_tokens / short) ** 2
     return replace(
         b,
         peaks=numbers(a.peaks, b.peaks),
@@ -57,7 +63,7 @@ def _line(a: Step, b: Step, t: float, scenario: Scenario, short: int) -> Step:
         copied=numbers(a.copied, b.copied),
         collectives=numbers(a.collectives, b.collectives),
         gemm_flops=numbers(a.gemm_flops, b.gemm_flops),
-        attention_forward_flops=b.attention_forward_flops * square,
-        attention_backward_flops=b.attention_backward_flops * square,
+        attention_forward_flops=b.attention_forward_flops * pairs,
+        attention_backward_flops=b.attention_backward_flops * pairs,
         timeline=(),
     )

@@ -17,9 +17,11 @@ from megatron_upipe.planning.live_bytes import LiveBytes, tensors_in
 
 # c10d operation -> which of its arguments is sent, the factor on its bytes that leave a rank of n, and for what; the
 # others wait or carry nothing
+RECEIVED = "received"  # around the ring, where a rank does not receive what it sends
 _SENT: dict[str, tuple[int, Callable[[int], float], str]] = {
     "alltoall_base_": (1, lambda n: (n - 1) / n, "exchange"),
     "send": (0, lambda n: 1, "ring"),
+    "recv_": (0, lambda n: 1, RECEIVED),
     "allreduce_": (0, lambda n: 2 * (n - 1) / n, "tensor parallel"),
     "_allgather_base_": (1, lambda n: n - 1, "tensor parallel"),
     "_reduce_scatter_base_": (1, lambda n: (n - 1) / n, "tensor parallel"),

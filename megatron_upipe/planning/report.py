@@ -63,7 +63,7 @@ class Report:
         pp = f" x PP {s.pipeline_parallel}" if s.pipeline_parallel > 1 else ""
         lines = [
             f"{s.model.name}, {tokens_text(s.tokens)} tokens on {s.gpus} GPUs, {s.method}: P {p} x R {r}{tp}{pp}, "
-            f"U {s.schedule.heads_per_stage} (simulated)",
+            f"U {s.schedule.heads_per_stage}{_packed(s)} (simulated)",
             f"  device peak of a rank {gib(self.device_peak):45.2f} GiB",
         ]
         lines += [f"    {part:56}{gib(size):8.2f}" for part, size in self.parts.items() if size]
@@ -113,6 +113,10 @@ def _simulated(scenario: Scenario, whole: bool) -> Report:
         f"{layers} layers are run; the others add what waits for their backward",
         "not counted: CUDA context, NCCL buffers, fragmentation",
     ]
+    if scenario.documents is not None:
+        assumptions.append(
+            "packed documents: every rank holds as many tokens; attention is that of the rank with the most of it"
+        )
     if stages > 1:
         assumptions.append(f"{stages} micro-batches, all in flight in the first stage, which decides")
     if model.experts:
@@ -131,6 +135,13 @@ def _simulated(scenario: Scenario, whole: bool) -> Report:
         assumptions=tuple(assumptions),
         step=step,
     )
+
+
+def _packed(scenario: Scenario) -> str:
+    lengths = scenario.lengths
+    if lengths is None:
+        return ""
+    return f", {len(lengths)} documents of up to {tokens_text(max(lengths))}"
 
 
 def host_bytes(scenario: Scenario) -> int:

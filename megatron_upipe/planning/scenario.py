@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from megatron_upipe.attention.schedule import HeadSchedule, head_schedule
 from megatron_upipe.checks import check_parallelism
 from megatron_upipe.config import EXACT_ROPE_FROM, check_least
+from megatron_upipe.context.layout import SequenceLayout
+from megatron_upipe.context.segments import Segments
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.planning.documents import fill, segments_of
 from megatron_upipe.planning.models import ModelShape
 from megatron_upipe.planning.states import SHARDINGS, States, states
 
@@ -40,6 +43,19 @@ class Scenario:
     sharding: str = "megatron-fsdp"
     optimizer_on_host: bool = False
     rope: str | None = None
+    documents: tuple[int, ...] | None = None
+    """Lengths of packed documents, again and again until the sequence is full; None: not packed."""
+    packed_layout: str = "document"
+
+    @property
+    def lengths(self) -> list[int] | None:
+        """Of all documents of the sequence."""
+        return None if self.documents is None else fill(self.documents, self.tokens)
+
+    @property
+    def segments(self) -> Segments:
+        """Who holds which document. Raises UPipeError for lengths that do not fit."""
+        return segments_of(self.lengths, SequenceLayout(*self.sizes), self.tokens, self.packed_layout == "document")
 
     @property
     def rotary(self) -> str:
@@ -144,6 +160,8 @@ class Scenario:
                 f"--method {AUTHORS} has no tensor or pipeline parallelism, QK norm or experts, as the paper's code; "
                 "the nearest model for the paper's 32B is qwen3-32b-no-qk-norm"
             )
+        if self.method == AUTHORS and self.documents:
+            raise UPipeError(f"--method {AUTHORS} takes no packed documents; leave --documents out")
         if self.keep_attention is not None and self.keep_attention > self.model.layers:
             raise UPipeError(
                 f"--keep-attention {self.keep_attention} is more than the {self.model.layers} layers; the most is "
@@ -195,6 +213,13 @@ class Scenario:
             sequence_length=self.tokens,
             sequence_parallel=self.tensor_parallel > 1,
         )
+        unit = 2 * self.context_parallel
+        for length in self.documents or ():
+            if self.packed_layout == "document" and length % unit:
+                raise UPipeError(
+                    f"--documents {length} is no multiple of {unit} (2 x P x R), to which this layout pads; the "
+                    f"nearest is {max(1, round(length / unit)) * unit}, or use --packed-layout sequence"
+                )
 
 
 def _divisors(number: int) -> list[int]:
@@ -204,11 +229,11 @@ def _divisors(number: int) -> list[int]:
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def parse_tokens(given: str) -> int:
+def parse_tokens(given: str, flag: str = "--tokens") -> int:
     """``8M`` is 8 * 2^20, ``128K`` 128 * 2^10. Raises UPipeError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", given.strip().upper())
     if found is None:
-        raise UPipeError(f"--tokens {given} is not a number of tokens; write 8M, 128K or 131072")
+        raise UPipeError(f"{flag} {given} is not a number of tokens; write 8M, 128K or 131072")
     return round(float(found[1]) * _UNITS[found[2]])
 
 

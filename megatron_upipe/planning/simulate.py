@@ -8,6 +8,7 @@ left out of the ledger.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_upipe.config import RotarySettings, UPipeConfig
+from megatron_upipe.context.segments import Segments
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.kernels.select import KERNELS
-from megatron_upipe.planning.ledger import Ledger, Maker
+from megatron_upipe.planning.documents import most_pairs, pairs_of_rank
+from megatron_upipe.planning.ledger import RECEIVED, Ledger, Maker
 from megatron_upipe.planning.scenario import Scenario
 from megatron_upipe.planning.stand_ins import BalancedExperts, FusedNorm, Runs, SimulatedKernel
 
@@ -61,7 +64,14 @@ def simulate_step(scenario: Scenario, layers: int) -> Step:
     with _fake_ranks(scenario) as store, _fake_mode():
         runs = Runs()
         model = build_model(scenario, layers, SimulatedKernel(_kernel(scenario), runs))
-        ledger = run_step(model, scenario.local_tokens)
+        segments = scenario.segments
+        ledger = run_step(model, scenario.local_tokens, None if scenario.documents is None else segments)
+        # the last rank is not always the one with the most attention, which the others wait for
+        busiest = most_pairs(segments) / (pairs_of_rank(segments, scenario.sizes[1] - 1) or math.inf)
+        ledger.collectives.pop(RECEIVED, None)
+        received = ledger.sent.pop(RECEIVED, 0)
+        if received:  # links work both ways at once: the busier way counts
+            ledger.sent["ring"] = max(ledger.sent["ring"], received)
         return Step(
             layers=layers,
             peaks=dict(ledger.peaks),
@@ -72,16 +82,16 @@ def simulate_step(scenario: Scenario, layers: int) -> Step:
             collectives=dict(ledger.collectives),
             gemm_flops=dict(ledger.gemm_flops),
             attention_forward=runs.forward,
-            attention_forward_flops=runs.forward_flops,
-            attention_backward_flops=runs.backward_flops,
+            attention_forward_flops=runs.forward_flops * busiest,
+            attention_backward_flops=runs.backward_flops * busiest,
             timeline=tuple(ledger.timeline),
         )
 
 
-def run_step(model: Any, tokens: int) -> Ledger:
+def run_step(model: Any, tokens: int, segments: Segments | None = None) -> Ledger:
     """Forward and backward of one micro-batch of ``tokens`` = s local tokens, counted without ``model``'s own bytes.
 
-    Collective where the process groups are real.
+    ``segments``: packed documents. Collective where the process groups are real.
     """
     ids = torch.zeros(1, tokens, dtype=torch.long)
     ledger = Ledger()
@@ -103,10 +113,22 @@ def run_step(model: Any, tokens: int) -> Ledger:
     ]
     ledger.phase = VOCABULARY
     with ledger:
-        model(ids, ids, None, labels=ids).sum().backward()
+        model(ids, ids, None, labels=ids, packed_seq_params=_packed(segments)).sum().backward()
     for hook in hooks:
         hook.remove()
     return ledger
+
+
+def _packed(segments: Segments | None) -> Any:
+    """As Megatron's data loader would hand them over; lengths in tensors could not be read here."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    if segments is None:
+        return None
+    longest = max(stop - start for start, stop in segments.documents)
+    packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest)
+    packed.upipe_segments = segments
+    return packed
 
 
 def _on_gradient(args: tuple, kwargs: dict, call: Callable[[], None]) -> None:
@@ -240,6 +262,7 @@ def build_model(scenario: Scenario, layers: int, kernel: Kernel) -> Any:
         checkpoint_every=scenario.checkpoint_every,
         mlp_tile_tokens=scenario.mlp_tile_tokens,
         loss_tile_tokens=scenario.loss_tile_tokens,
+        packed_layout=scenario.packed_layout,
     )
     model = GPTModel(
         config=config,

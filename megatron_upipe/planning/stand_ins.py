@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_upipe.kernels.protocol import Documents, Kernel
+from megatron_upipe.planning.documents import seen_pairs
 
 
 @dataclass
@@ -77,15 +78,7 @@ class SimulatedKernel:
 def _product_flops(q: Tensor, k: Tensor, causal: bool, left: int | None, documents: Documents | None) -> float:
     b, heads, tokens, head_dim = q.shape
     lengths = ((tokens, k.shape[2]),) if documents is None else zip(documents.queries, documents.keys, strict=True)
-    return 2.0 * b * heads * head_dim * sum(_pairs(queries, keys, causal, left) for queries, keys in lengths)
-
-
-def _pairs(queries: int, keys: int, causal: bool, left: int | None) -> float:
-    """Of queries with keys that they see; on the diagonal half a pair."""
-    every = queries * keys / (2 if causal else 1)
-    if left is None or left >= keys:
-        return every
-    return every - (keys - left) ** 2 / 2  # the corner that lies too far back
+    return 2.0 * b * heads * head_dim * sum(seen_pairs(queries, keys, causal, left) for queries, keys in lengths)
 
 
 class BalancedExperts(torch.nn.Module):

@@ -21,6 +21,8 @@ def training_flags(scenario: Scenario) -> list[str]:
     s, (p, r) = scenario, scenario.sizes
     flags = ["--spec", "megatron_upipe.layer_specs", "upipe_layer_spec", "--bf16", "--micro-batch-size", "1"]
     flags += ["--seq-length", str(s.tokens), "--max-position-embeddings", str(s.tokens)]
+    if s.documents is not None:
+        flags.append("--sft" if s.packed_layout == "document" else "--dataloader-inter-document-masking")
     if s.tensor_parallel > 1:
         flags += ["--tensor-model-parallel-size", str(s.tensor_parallel), "--sequence-parallel"]
     if s.pipeline_parallel > 1:
@@ -51,4 +53,6 @@ def simulate_flags(scenario: Scenario, model: str) -> list[str]:
     flags += ["--offload", s.offload, "--prefetch", s.prefetch, "--checkpoint-every", str(s.checkpoint_every)]
     flags += ["--mlp-tile-tokens", str(s.mlp_tile_tokens), "--loss-tile-tokens", str(s.loss_tile_tokens)]
     flags += ["--kernel", s.attention_backend, "--sharding", s.sharding]
+    if s.documents is not None:
+        flags += ["--documents", *map(str, s.documents), "--packed-layout", s.packed_layout]
     return [*flags, "--optimizer", "host" if s.optimizer_on_host else "gpu"]

@@ -43,6 +43,7 @@ POLICIES = {
     "usp": dict(method="usp", ring=2),
     "usp, upipe": dict(ring=2, model=QK_NORM),
     "TP 2": dict(tensor_parallel=2, model=QK_NORM),
+    "packed": dict(ring=2, documents=(512, 256, 1024, 256)),
 }
 
 
@@ -67,7 +68,7 @@ def _real(rank, changes, layers, wanted):
             model = build_model(run, layers, SimulatedKernel(TorchCpuKernel()))
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter.data, std=0.02)
-            least = min(least, max(run_step(model, run.local_tokens).peaks.values()))
+            least = min(least, max(run_step(model, run.local_tokens, run.documents and run.segments).peaks.values()))
             more.fill_(least > wanted)
             torch.distributed.all_reduce(more, torch.distributed.ReduceOp.MAX)
             if not more:
@@ -106,11 +107,13 @@ def test_further_layers_add_what_waits(changes):
 LONG = {
     **{name: changes for name, changes in POLICIES.items() if name != "upipe, U 4"},
     "uneven": dict(tokens=4 * 1234),
+    "packed": dict(ring=2, documents=(1536, 768)),
+    "packed, one zigzag": dict(ring=2, documents=(1536, 768), packed_layout="sequence"),
     "experts": dict(model=replace(SMALL, experts=4, experts_per_token=2), offload="none"),
 }
 
 
-@pytest.mark.parametrize("name", some_slow(LONG, *set(POLICIES) - {"upipe, host", "upipe, every 2nd"}))
+@pytest.mark.parametrize("name", some_slow(LONG, *set(POLICIES) - {"upipe, host", "upipe, every 2nd", "packed"}))
 def test_long_steps_are_extrapolated_to_the_byte(name):
     run = scenario(**{"tokens": 4 * 1152, **LONG[name]})
     assert run.local_tokens > 4 * run.mlp_tile_tokens
