@@ -6,7 +6,7 @@ import io
 import math
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_upipe.context.groups import context_groups
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.integration.selftest import bandwidth, layers, parity
+from megatron_upipe.integration.selftest import bandwidth, layers, packed, parity
 from megatron_upipe.integration.selftest.shapes import Trial
 from megatron_upipe.integration.versions import megatron_core_version
 
@@ -108,6 +108,10 @@ def _try(trial: Trial, heads: int, kv_heads: int, head_dim: int, alone: dist.Pro
     if trial.layer:
         errors = layers.compare_layers(case, trial.p, trial.r, groups, trial.tp, trial.sequence_parallel)
         found = {name: (error, parity.TOLERANCE) for name, error in errors.items()}
+    elif trial.packed:
+        sizes = trial.p, trial.r, groups, trial.tp, trial.sequence_parallel
+        errors = packed.compare_packed(*_packing(case, trial), *sizes)
+        found = {name: (error, parity.TOLERANCE) for name, error in errors.items()}
     elif trial.precision == "bf16":
         pairs = parity.compare_low_precision(case, trial.p, trial.r, groups)
         found = {name: (ours, 2 * stock) for name, (ours, stock) in pairs.items()}
@@ -123,6 +127,15 @@ def _try(trial: Trial, heads: int, kv_heads: int, head_dim: int, alone: dist.Pro
     bad = [name for name, pair in worst.items() if not _of_limit(pair) <= 1]
     row.good, row.problem = not bad, ", ".join(bad)
     return row
+
+
+def _packing(case: parity.Case, trial: Trial) -> tuple[parity.Case, packed.Packing]:
+    """Documents shorter than a shard and longer, padded as ``--sft`` does it; a window of some tokens and sinks."""
+    unit = 2 * trial.p * trial.r * trial.tp
+    lengths, places = (unit - 1, 1, 2 * unit + 3), (unit, unit, 3 * unit)
+    config = {**case.config, "window_size": (unit, 0), "softmax_type": "learnable"}
+    packing = packed.Packing(lengths, places, sum(places), "document")
+    return replace(case, micro_batch=1, config=config), packing
 
 
 def _of_limit(pair: tuple[float, float]) -> float:
