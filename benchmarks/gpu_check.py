@@ -6,6 +6,7 @@ Needs torch and this package; flash-attn and TransformerEngine are tried where t
 ``--device cpu`` tries the script itself on small shapes, where its numbers mean nothing.
 
 * errors: 2-norm against explicit softmax in fp64, over what explicit softmax errs in the same precision; at most 2
+* masks: sliding windows and packed documents against explicit softmax in fp64
 * merged: gradients of two blocks of keys with the global out and lse against those of all keys at once
 * 2^31: rows behind element 2^31 against the same rows computed alone
 * speed: of a stage of Llama3-8B with U = P = 8 on 8 GPUs, one query head to one KV head over the whole sequence
@@ -37,7 +38,7 @@ from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.context.segments import Segments, one_document
-from megatron_upipe.kernels.protocol import Kernel
+from megatron_upipe.kernels.protocol import Documents, Kernel
 from megatron_upipe.kernels.reference import ReferenceKernel
 from megatron_upipe.kernels.select import KERNELS
 from megatron_upipe.planning.live_bytes import LiveBytes
@@ -149,6 +150,35 @@ def merged(check: Check, kernel: Kernel) -> None:
     found = (parts[0][0].float() + parts[1][0].float(), *keys_and_values)
     worst = max(((f.float() - w.float()).norm() / w.float().norm()).item() for f, w in zip(found, whole, strict=True))
     check.row("merged", kernel.name, worst < 0.01, difference=worst)
+
+
+def masks(check: Check, kernel: Kernel) -> None:
+    d, l = check.sizes["head_dim"], check.sizes["tokens"]
+    uneven = (1, l // 2, 3, l - l // 2 - 4)
+    keys = (l // 3, 1, l // 2, 5)
+    found: dict[str, tuple[bool, int | None, tuple | None]] = {
+        "documents": (True, None, (uneven, uneven)),
+        "documents of other keys": (False, None, (uneven, keys)),
+    }
+    if kernel.windows:
+        found |= {
+            "window": (True, l // 8, None),
+            "band": (False, l // 8, None),
+            "documents and window": (True, l // 8, (uneven, uneven)),
+        }
+    for name, (causal, left, lengths) in found.items():
+        documents = None if lengths is None else Documents.of(*lengths, check.device)
+        q, dout = (check.random(1, 8, l, d) for _ in range(2))
+        k, v = (check.random(1, 2, l if lengths is None else sum(lengths[1]), d) for _ in range(2))
+        rest = (causal, d**-0.5, left, documents)
+        exact = [t.double() for t in (q, k, v)]
+        wanted, lse = ReferenceKernel().forward(*exact, *rest)
+        gradients = ReferenceKernel().backward(dout.double(), *exact, wanted, lse, *rest)
+        out, found_lse = kernel.forward(q, k, v, *rest)
+        results = (out, found_lse, *kernel.backward(dout, q, k, v, out, found_lse, *rest))
+        pairs = zip(results, (wanted, lse, *gradients), strict=True)
+        worst = max(((f.double() - w).norm() / w.norm()).item() for f, w in pairs)
+        check.row("masks", kernel.name, worst < 0.02, mask=name, difference=worst)
 
 
 def edge(check: Check, kernel: Kernel) -> None:
@@ -281,7 +311,7 @@ def main() -> int:
     torch.manual_seed(0)
     kernels, precisions = serving(check), gpu_check_fp8.precisions(check)
     for parts, subjects in (
-        ((errors, merged), kernels),
+        ((errors, masks, merged), kernels),
         ((gpu_check_fp8.products,), precisions),
         ((gpu_check_fp8.attention,), ("forward", "full")),
         ((edge, speed, stages), kernels),

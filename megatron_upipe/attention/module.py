@@ -107,6 +107,10 @@ class UPipeSelfAttention(SelfAttention):
                 ffn=None if config.num_moe_experts else config.ffn_hidden_size // self.world_size,
                 head_dim=self.hidden_size_per_attention_head,
             )
+            if self.plan.window is not None and self.upipe.fp8_attention != "off":
+                raise UPipeError(
+                    f"--upipe-fp8-attention {self.upipe.fp8_attention} does not work with --window-size; use off"
+                )
 
     def describe(self) -> str:
         """The active plan in one line; the kernel is that of the last call."""

@@ -59,7 +59,7 @@ class PackedBatches:
         known = getattr(packed, "upipe_segments", None)
         if known is not None:
             return known
-        key = (groups.layout, groups.rank, tokens, per_document)
+        key = (groups.layout, groups.rank, tokens, per_document, *_versions(packed))
         if self._last is not None and self._last[0]() is packed and self._last[1] == key:
             return self._last[2]
         padded, real = _lengths(packed)
@@ -71,6 +71,24 @@ class PackedBatches:
         segments = packed_segments(groups.layout, tokens * groups.layout.size, padded, real, per_document)
         self._last = weakref.ref(packed), key, segments
         return segments
+
+
+def _versions(packed: Any) -> list[Any]:
+    """The tensors of lengths and how often they were written to; a caller may use the same object again."""
+    tensors = [getattr(packed, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded")]
+    return [(_Same(t), None if t is None or t.is_inference() else t._version) for t in tensors]
+
+
+class _Same:
+    """Compares a tensor by identity, and keeps it from being another one's successor at its address."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._tensor is other._tensor
+
+    __hash__ = None
 
 
 def packed_lengths_differ(

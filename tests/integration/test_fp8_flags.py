@@ -16,6 +16,9 @@ BLOCKS += ["--seq-length", "256", "--micro-batch-size", "1"]
 FP8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
 
 
+ATTENTION = ["--upipe-fp8-attention", "forward", "--seq-length", "128"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -39,6 +42,10 @@ FP8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
             "--fp8-format hybrid needs TransformerEngine .* without experts",
         ),
         ([*CP2, *FP8, "--upipe-fp8-attention", "forward"], "multiples of 128 tokens .* not 64; the nearest is 128"),
+        ([*CP2, *FP8, *ATTENTION, "--window-size", "(8, 0)"], "forward does not work with --window-size; use --upipe-"),
+        ([*CP2, *FP8, *ATTENTION, "--sft"], "forward does not work with --sft; use --upipe-fp8-attention off"),
+        ([*CP2, *FP8, *ATTENTION, "--dataloader-inter-document-masking"], "forward does not work with --dataloader-"),
+        ([*CP2, "--sft", "--pipeline-model-parallel-size", "2"], "--micro-batch-size 3 with --sft is one sequence in"),
         (
             [*CP2, *FP8, "--upipe-fp8-attention", "full", "--seq-length", "256"],
             "query heads of a stage, not 1 x 16; raise --upipe-heads-per-stage 2, or use off",
@@ -65,6 +72,8 @@ def test_refused(argv, message):
             "full",
         ),
         ([*FP8, "--fp8-recipe", "blockwise", *BLOCKS], "off"),
+        ([*FP8, "--window-size", "(8, 0)", "--sft"], "off"),
+        (["--sft", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"], "off"),
     ],
 )
 def test_accepted(argv, mode):

@@ -7,6 +7,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_upipe.context import packing
 from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.context.packing import PackedBatches, positions_in_documents
@@ -85,10 +86,20 @@ def test_lengths_are_read_once_a_batch():
     batches, first, second = PackedBatches(), packed(), packed()
     segments = batches.segments(first, ALONE, 6, True)
     assert segments.documents == ((0, 2), (2, 6))
-    first.cu_seqlens_q = None  # not looked at again
-    assert batches.segments(first, ALONE, 6, True) is segments
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_lengths", None)  # not looked at again
+        assert batches.segments(first, ALONE, 6, True) is segments
     assert batches.segments(second, ALONE, 6, True) is not segments
     assert batches.segments(second, ALONE, 8, True).length == 8
+
+
+def test_the_same_object_with_other_lengths_is_another_batch():
+    batches, params = PackedBatches(), packed()
+    assert batches.segments(params, ALONE, 6, True).documents == ((0, 2), (2, 6))
+    params.cu_seqlens_q[1] = 4  # in place; queries and keys share the tensor
+    assert batches.segments(params, ALONE, 6, True).documents == ((0, 4), (4, 6))
+    params.cu_seqlens_q = params.cu_seqlens_kv = torch.tensor([0, 6])
+    assert batches.segments(params, ALONE, 6, True).documents == ((0, 6),)
 
 
 def _different(rank):

@@ -20,9 +20,9 @@ def run(monkeypatch, tmp_path):
 
 def test_runs(monkeypatch, tmp_path, capsys):
     status, rows = run(monkeypatch, tmp_path)
-    assert status == 0 and "0 of 27 checks failed" in capsys.readouterr().out
+    assert status == 0 and "0 of 37 checks failed" in capsys.readouterr().out
     fp8 = {"fp8 errors", "fp8 twin", "fp8 pieces", "fp8 speed"}
-    assert {row["check"] for row in rows} == {"passed over", "errors", "merged", "speed", "stages"} | fp8
+    assert {row["check"] for row in rows} == {"passed over", "errors", "masks", "merged", "speed", "stages"} | fp8
     stages = next(row for row in rows if row["check"] == "stages" and row["backend"] == "torch-cpu")
     assert stages["counted U 4"] < stages["counted U 32"] and 0 < stages["keep/input"] < 1
 
@@ -31,8 +31,8 @@ def test_runs(monkeypatch, tmp_path, capsys):
 class Wrong(TorchCpuKernel):
     name: str = "wrong"
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
-        dq, dk, dv = super().backward(dout, q, k, v, out, lse, causal, scale)
+    def backward(self, *tensors, **masks):
+        dq, dk, dv = super().backward(*tensors, **masks)
         return dq, dk * 1.05, dv
 
 
@@ -57,4 +57,5 @@ def test_a_wrong_backend_is_found(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu_check, "KERNELS", (Wrong(),))
     status, rows = run(monkeypatch, tmp_path)
     assert status == 1 and [row["good"] for row in rows if row["check"] == "errors"] == [False] * 4
+    assert [row["good"] for row in rows if row["check"] == "masks"] == [False] * 5
     assert "WRONG" in capsys.readouterr().out

@@ -298,13 +298,18 @@ def test_tokens():
 # GiB of a rank, at most; the targets and what the paper's code is said to need
 REACHED = [
     ("llama3-8b --gpus 8 --ulysses 8 --tokens 5M --keep-attention 12", 52.0, 55.0, 72.0),
-    ("llama3-8b --gpus 16 --ring 2 --tokens 8M --keep-attention 22", 43.3, 46.0, 69.5),
+    ("llama3-8b --gpus 16 --ring 2 --tokens 8M --keep-attention 22", 41.3, 46.0, 69.5),
     ("llama3-8b --gpus 8 --ulysses 2 --ring 4 --heads-per-stage 4 --tokens 1M", 25.8, 26.0, None),
     ("llama3-8b --gpus 8 --tokens 8M --keep-attention 0 --checkpoint-every 2", 71.4, 74.0, None),
-    ("llama3-8b --gpus 8 --ring 2 --tokens 10M --keep-attention 0 --checkpoint-every 2 --optimizer host", 64, 74, None),
-    ("llama3-8b --gpus 16 --ring 4 --tokens 16M --keep-attention 0 --checkpoint-every 2", 60.0, 74.0, None),
     (
-        *("qwen3-32b --gpus 16 --ring 8 --heads-per-stage 2 --tokens 8M --keep-attention 0 --checkpoint-every 4", 68.4),
+        "llama3-8b --gpus 8 --ring 2 --tokens 10M --keep-attention 0 --checkpoint-every 2 --optimizer host",
+        61.5,
+        74,
+        None,
+    ),
+    ("llama3-8b --gpus 16 --ring 4 --tokens 16M --keep-attention 0 --checkpoint-every 2", 60.9, 74.0, None),
+    (
+        *("qwen3-32b --gpus 16 --ring 8 --heads-per-stage 2 --tokens 8M --keep-attention 0 --checkpoint-every 4", 68.7),
         *(74.0, None),
     ),
 ]
