@@ -182,7 +182,7 @@ def _with_upipe_linears(original: dict[str, set]) -> dict[str, set]:
     """Megatron-FSDP knows from the class's name how a parameter is split over the tensor-parallel group."""
     return {
         **original,
-        "column": original["column"] | {"UPipeColumnParallelLinear", "UPipeTEColumnParallelLinear"},
+        "column": original["column"] | {"UPipeColumnParallelLinear", "UPipeTEColumnParallelLinear", "SinksOnly"},
         "row": original["row"] | {"UPipeRowParallelLinear", "UPipeTERowParallelLinear"},
     }
 

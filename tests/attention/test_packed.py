@@ -8,7 +8,12 @@ import torch
 from attention.test_parity import check
 
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.integration.selftest.packed import Packing, compare_packed, draw_packing
+from megatron_upipe.integration.selftest.packed import (
+    Packing,
+    compare_packed,
+    compare_packed_low_precision,
+    draw_packing,
+)
 from megatron_upipe.integration.selftest.parity import (
     TOLERANCE,
     Case,
@@ -152,6 +157,24 @@ def _leaking(rank, all_cases):
 
         patch.setattr(pieces.RingMask, "pieces", leaking)
         return _compare_all(rank, 1, 2, all_cases)
+
+
+def _low_precision(rank, p, r, all_cases):
+    initialize(p, r)
+    groups = single_rank_groups()
+    return [compare_packed_low_precision(case, packing, p, r, groups) for case, packing in all_cases]
+
+
+def test_bf16_errs_at_most_twice_as_stock_does(workers):
+    """Output and dx, summed over the ranks; with sinks the output is rounded once more."""
+    packing = Packing((90, 7, 150), (96, 8, 152), 256, "document")
+    configs = [{}, dict(softmax_type="learnable"), dict(softmax_type="learnable", window_size=(20, 0))]
+    all_cases = [(case_for(packing, config=config, heads_per_stage=2), packing) for config in configs]
+    found = workers.run(4, _low_precision, 2, 2, all_cases)
+    for number in range(len(configs)):
+        for name in ("output", "dx"):
+            ours, stock = (sum(errors[number][name][i] ** 2 for errors in found) for i in range(2))
+            assert 0 < ours <= 2**2 * stock, (configs[number], name, ours, stock)
 
 
 def test_a_planted_leak_is_caught(workers):

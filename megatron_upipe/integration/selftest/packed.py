@@ -92,48 +92,106 @@ def compare_packed(
 
     With NaN as ``padding`` weight gradients are left out: products over all tokens multiply it by 0. Collective.
     """
-    layout = SequenceLayout(p, r)
     stock = stock_attention(case, groups)
     upipe = upipe_attention(case, p, r, stock, tp, sp)
+    inputs = _inputs(case, packing, padding)
+    wanted = _by_documents(stock, packing, *inputs)
+    tokens = _tokens(packing, SequenceLayout(p, r))
+    if sp:
+        tokens = tokens.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+    found = _packed(upipe, packing, tokens, *inputs)
+    poisoned = math.isnan(padding)
+    seen = _real(packing)[tokens] if poisoned else torch.ones_like(tokens, dtype=torch.bool)
+    errors = {name: _error(found[name][seen], wanted[name][tokens][seen], wanted[name]) for name in ("output", "dx")}
+    if not poisoned:
+        for name in sorted(wanted.keys() - errors.keys()):  # the same order on all ranks
+            errors[name] = relative_error(finalized(name, found[name]), tp_shard(name, wanted[name], tp))
+    return errors
+
+
+def compare_packed_low_precision(
+    case: Case, packing: Packing, p: int, r: int, groups: ProcessGroupCollection, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, tuple[float, float]]:
+    """For output and dx (error of UPipe, error of stock), both in ``dtype``, against stock in fp64, in the 2-norm.
+
+    Collective.
+    """
+    exact = stock_attention(case, groups)
+    with torch.no_grad():  # weights that the low precision holds exactly
+        for parameter in exact.parameters():
+            parameter.copy_(parameter.to(dtype))
+    plain, upipe = stock_attention(case, groups), upipe_attention(case, p, r, exact).to(dtype)
+    plain.load_state_dict(exact.state_dict())
+    x, dy, table = _inputs(case, packing, 0.0)
+    low = x.to(dtype), dy.to(dtype), table
+    wanted = _by_documents(exact, packing, *(t.double() for t in low[:2]), table)
+    stock = _by_documents(plain.to(dtype), packing, *low)
+    tokens = _tokens(packing, SequenceLayout(p, r))
+    found = _packed(upipe, packing, tokens, *low)
+    errors = {}
+    for name in ("output", "dx"):
+        want = wanted[name][tokens]
+        errors[name] = tuple((t.double() - want).norm().item() for t in (found[name], stock[name][tokens]))
+    return errors
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _inputs(case: Case, packing: Packing, padding: float) -> Inputs:
+    """x and dy [S, 1, hidden] in fp64, and the RoPE table of one document; the same on every rank."""
     generator = torch.Generator().manual_seed(13)
     shape = (packing.length, 1, case.hidden)
     x, dy = (torch.randn(shape, dtype=torch.float64, generator=generator).to(device()) for _ in range(2))
+    for tensor in (x, dy):
+        tensor[~_real(packing)] *= padding
+    return x, dy, rotary_table(case, max(packing.padded))
+
+
+def _real(packing: Packing) -> torch.Tensor:
+    """bool [S]: which tokens are no padding."""
     real = torch.zeros(packing.length, dtype=torch.bool, device=device())
     for place in packing.places:
         real[place] = True
-    x[~real] *= padding
-    dy[~real] *= padding
-    segments = packing.segments(layout)
-    tokens = torch.tensor([i for half in segments.shard(parallel_state.get_context_parallel_rank()) for i in half])
-    tokens = tokens.to(device())
-    if sp:
-        tokens = tokens.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+    return real
 
-    table = rotary_table(case, max(packing.padded))
-    whole = x.clone().requires_grad_()
-    wanted = torch.zeros_like(x)
+
+def _tokens(packing: Packing, layout: SequenceLayout) -> torch.Tensor:
+    """int64 [s]: those of this context-parallel rank."""
+    shard = packing.segments(layout).shard(parallel_state.get_context_parallel_rank())
+    return torch.tensor([i for half in shard for i in half], device=device())
+
+
+def _by_documents(
+    stock: torch.nn.Module, packing: Packing, x: torch.Tensor, dy: torch.Tensor, table: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Output, dx and weight gradients of the stock module, one document at a time; 0 at padding."""
+    x, output = x.clone().requires_grad_(), torch.zeros_like(x)
     for place in packing.places:
         if place.stop > place.start:
-            out, _ = stock(whole[place], None, rotary_pos_emb=table[: place.stop - place.start])
+            out, _ = stock(x[place], None, rotary_pos_emb=table[: place.stop - place.start])
             out.backward(dy[place])
-            wanted[place] = out.detach()
-    shard = x[tokens].requires_grad_()
-    found, _ = upipe(shard, None, rotary_pos_emb=table, packed_seq_params=packing.parameters())
-    found.backward(dy[tokens])
+            output[place] = out.detach()
+    return {"output": output, "dx": x.grad, **_gradients(stock)}
 
-    poisoned = math.isnan(padding)
-    seen = real[tokens] if poisoned else torch.ones_like(real[tokens])
-    errors = {
-        "output": _error(found.detach()[seen], wanted[tokens][seen], wanted),
-        "dx": _error(shard.grad[seen], whole.grad[tokens][seen], whole.grad),
-    }
-    if poisoned:
-        return errors
-    gradients = dict(upipe.named_parameters())
-    for name, parameter in stock.named_parameters():
-        if parameter.grad is not None:
-            errors[name] = relative_error(finalized(name, gradients[name].grad), tp_shard(name, parameter.grad, tp))
-    return errors
+
+def _packed(
+    upipe: torch.nn.Module,
+    packing: Packing,
+    tokens: torch.Tensor,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    table: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """The same of UPipe, for this rank's tokens. Collective."""
+    shard = x[tokens].requires_grad_()
+    output, _ = upipe(shard, None, rotary_pos_emb=table, packed_seq_params=packing.parameters())
+    output.backward(dy[tokens])
+    return {"output": output.detach(), "dx": shard.grad, **_gradients(upipe)}
+
+
+def _gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor, whole: torch.Tensor) -> float:
