@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from end_to_end.test_upipe_training import CP2, NORM_TOLERANCE, TOLERANCE, USP, assert_close
+from end_to_end.test_upipe_training import CP2, FSDP, NORM_TOLERANCE, TOLERANCE, USP, assert_close
 from end_to_end.training import some_slow, train
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -81,6 +81,14 @@ def test_windows_and_sinks_train_as_stock_does(folder, documents):
     two = train(folder, "loaded with TP 2", 4, *flags, *CP2, *TP2, *load, mock_data=False)
     assert "grad norm 3" in one
     assert_close(two, one)
+
+
+@pytest.mark.slow
+def test_windows_and_sinks_under_megatron_fsdp(folder, documents):
+    flags = [*MASKED, *documents, *GPT_OSS]
+    wanted = train(folder, "stock for fsdp", 1, *flags, mock_data=False)
+    flags += [*CP2, *FSDP, "--upipe-offload", "host", "--upipe-keep-attention", "1"]
+    assert_close(train(folder, "fsdp", 4, *flags, distributed_optimizer=False, mock_data=False), wanted)
 
 
 # Megatron's SFT reads conversations by Hugging Face's ``datasets`` and tokenizers; these stand in for them.
