@@ -35,6 +35,7 @@ def cases(tokens: int, window: int) -> dict[str, tuple[list[int], int | None]]:
     }
     found["one of half, the rest of 1/32 each"] = ([tokens // 2] + [tokens // 32] * 16, None)
     found[f"one document, window {window}"] = ([tokens], window)
+    found[f"4 documents of {tokens // 4}, window {window}"] = ([tokens // 4] * 4, window)
     return found
 
 
@@ -52,7 +53,8 @@ def sent_rows(lengths: list[int], window: int | None, ring: int) -> float:
     """Rows of keys and values that a ring rank sends on average in forward."""
     mask = RingMask(segments_of(SequenceLayout(1, ring), lengths), causal=True, window=window)
     steps = [mask.step(rank, source) for rank in range(ring) for source in range(ring) if rank != source]
-    return sum(step.fetched.stop - step.fetched.start for step in steps if step is not None) / ring
+    seen = [(step.sent_whole, sum(rows.stop - rows.start for rows in step.seen)) for step in steps if step is not None]
+    return sum(mask.segments.ring_length if whole else rows for whole, rows in seen) / ring
 
 
 def main() -> None:

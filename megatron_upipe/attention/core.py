@@ -218,7 +218,7 @@ class _Backward:
         elif stage.ends_block:
             self.dk, self.dv = dk, dv
         else:
-            parts = self.plan.groups.layout.ring_size * self.plan.schedule.stages_per_block
+            parts = self.plan.groups.layout.ring_size * self.mask.additions * self.plan.schedule.stages_per_block
             dtype = dk.dtype if parts <= MOST_IN_LOW_PRECISION else accumulation_dtype(dk.dtype)
             self.dk, self.dv = dk.to(dtype), dv.to(dtype)
 

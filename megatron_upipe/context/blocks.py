@@ -135,10 +135,10 @@ class GradientSum:
         """Owned by the caller."""
         return self._zeros() if self._sum is None else self._sum
 
-    def like(self, rows: Rows) -> Tensor:
+    def like(self, rows: Sequence[Rows]) -> Tensor:
         """Memory for a gradient of ``rows``."""
         b, n, _, d = self._tensor.shape
-        return self._tensor.new_empty(b, n, rows.stop - rows.start, d, dtype=self._dtype)
+        return self._tensor.new_empty(b, n, sum(one.stop - one.start for one in rows), d, dtype=self._dtype)
 
     def _zeros(self) -> Tensor:
         return self._tensor.new_zeros(self._tensor.shape, dtype=self._dtype)

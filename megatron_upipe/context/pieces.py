@@ -13,8 +13,10 @@ on) trims them and may leave a *band*.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_upipe.context.segments import Run, Segments
@@ -57,16 +59,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Step:
-    """What a ring rank does with keys of another: ``fetched`` are the rows that it is sent, ``seen`` those of them that
-    it sees any of; groups count keys from the first seen."""
+    """What a ring rank does with keys of another: ``seen`` are the rows that it sees any of, rising; groups count keys
+    among those. It is sent these, or all, where they are half or more: that takes no copy."""
 
-    fetched: Rows
-    seen: Rows
+    seen: tuple[Rows, ...]
     groups: tuple[Group, ...]
-
-    @property
-    def seen_of_fetched(self) -> slice:
-        return slice(self.seen.start - self.fetched.start, self.seen.stop - self.fetched.start)
+    sent_whole: bool
 
 
 @dataclass(frozen=True)
@@ -82,21 +80,26 @@ class RingMask:
         key = ("step", self.causal, self.window, rank, source)
         return self.segments.remembered(key, lambda: self._step(rank, source))
 
+    @property
+    def additions(self) -> int:
+        """How many parts a row's gradient has at most in a step of the ring: with a window a band is cut in three."""
+        return 1 if self.window is None else 3
+
     def _step(self, rank: int, source: int) -> Step | None:
         found = list(self.pieces(rank, source))
         if not found:
             return None
-        everything = Rows(0, self.segments.ring_length)
-        seen = Rows(min(p.keys.start for p in found), max(p.keys.stop for p in found))
-        if rank == source:
-            seen = everything
-        most = 2 * (seen.stop - seen.start) >= everything.stop
-        moved = [
-            p._replace(keys=Rows(p.keys.start - seen.start, p.keys.stop - seen.start))
-            for p in sorted(found, key=lambda p: p.queries)
-        ]
-        # of most rows all are sent, which takes no copy
-        return Step(everything if most else seen, seen, tuple(_grouped(moved)))
+        length = self.segments.ring_length
+        seen = (Rows(0, length),) if rank == source else _union([piece.keys for piece in found])
+        before = list(accumulate((rows.stop - rows.start for rows in seen), initial=0))
+        starts = [rows.start for rows in seen]
+
+        def among_seen(keys: Rows) -> Rows:
+            i = bisect_right(starts, keys.start) - 1
+            return Rows(keys.start - starts[i] + before[i], keys.stop - starts[i] + before[i])
+
+        moved = [piece._replace(keys=among_seen(piece.keys)) for piece in sorted(found, key=lambda p: p.queries)]
+        return Step(seen, tuple(_grouped(moved)), sent_whole=2 * before[-1] >= length)
 
     def pieces(self, rank: int, source: int) -> Iterator[Piece]:
         """Document by document."""
@@ -128,17 +131,21 @@ class RingMask:
         return self.window is None or query.stop - 1 - self.window <= key.position
 
     def _band(self, query: Run, key: Run) -> Iterator[Piece]:
-        """Earlier keys, as far as the window goes: queries that see all of them, and the band behind those.
+        """Earlier keys, as far as the window goes.
 
-        The band has at most as many queries as keys: of others, flash-attn would cut off keys on the right.
+        Queries that see all of them; of those behind, the square in which each sees from its diagonal on, and the keys
+        behind that square. So all bands have one mask, and queries as keys: of more queries flash-attn would cut off
+        keys on the right.
         """
         every = min(max(query.position, key.position + self.window + 1), query.stop)
         last = min(query.stop, key.stop + self.window)
         if query.position < every:
             yield Piece(_part(query, query.position, every), _part(key, key.position, key.stop), False, None)
         if every < last:
-            keys = _part(key, every - self.window, key.stop)
-            yield Piece(_part(query, every, last), keys, False, self.window - (last - key.stop))
+            queries, behind = _part(query, every, last), last - self.window
+            yield Piece(queries, _part(key, every - self.window, behind), False, 0)
+            if behind < key.stop:
+                yield Piece(queries, _part(key, behind, key.stop), False, None)
 
 
 def _part(run: Run, start: int, stop: int) -> Rows:
@@ -162,6 +169,17 @@ def _earlier(queries: list[Run], keys: list[Run]) -> Iterator[Piece]:
         seen = before
         if before:
             together.append(query)
+
+
+def _union(rows: list[Rows]) -> tuple[Rows, ...]:
+    """Rising, disjoint, neighbours together."""
+    found: list[Rows] = []
+    for one in sorted(rows):
+        if found and one.start <= found[-1].stop:
+            found[-1] = Rows(found[-1].start, max(found[-1].stop, one.stop))
+        else:
+            found.append(one)
+    return tuple(found)
 
 
 def _grouped(pieces: list[Piece]) -> Iterator[Group]:

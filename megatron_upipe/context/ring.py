@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_upipe.context.blocks import AttentionSum, Blocks, GradientSum
+from megatron_upipe.context.blocks import AttentionSum, Blocks, GradientSum, Place, place, take
 from megatron_upipe.context.merge import MOST_IN_LOW_PRECISION, accumulation_dtype
 from megatron_upipe.context.pieces import RingMask, Rows, Step
 from megatron_upipe.kernels.protocol import Kernel
@@ -72,13 +72,23 @@ class _Ring:
         """What the rank i behind this one does in step i, with keys of this one."""
         return self._mask.step((self._rank + i) % self.size, self._rank)
 
+    def place(self, step: Step, like: Tensor) -> Place:
+        """The rows that are seen in a step."""
+        key = ("seen", id(step), like.device)  # steps are remembered, too
+        return self._mask.segments.remembered(key, lambda: place(step.seen, like.device))
+
+    def seen(self, step: Step, kv: Tensor) -> Tensor:
+        """Of what a step has fetched, the rows that are seen."""
+        return take(kv, self.place(step, kv)) if step.sent_whole else kv
+
     def fetch(self, kv: Tensor, i: int) -> Transfer | None:
         """Brings the keys and values of step i, from ``kv`` of their owners; None after the last step."""
         if i == self.size:
             return None
         mine, theirs = self.step(i), self._mirrored(i)
-        sent = [] if theirs is None else [kv[:, :, slice(*theirs.fetched)].contiguous()]
-        received = [] if mine is None else [_empty(kv, mine.fetched)]
+        sent = [] if theirs is None else [kv if theirs.sent_whole else take(kv, self.place(theirs, kv)).contiguous()]
+        whole = (Rows(0, kv.shape[2]),)
+        received = [] if mine is None else [_empty(kv, whole if mine.sent_whole else mine.seen)]
         before, behind = (self._rank - i) % self.size, (self._rank + i) % self.size
         return Transfer(self._group, _KV_TAG, sent, behind, received, before)
 
@@ -92,7 +102,7 @@ class _Ring:
 
         def add() -> None:
             for total, part in zip(totals, transfer.wait(), strict=False):
-                total.add(slice(*theirs.seen), part)
+                total.add(self.place(theirs, part), part)
 
         return add
 
@@ -111,7 +121,7 @@ def ring_forward(
         transfer = ring.fetch(own, i + 1)
         step = ring.step(i)
         if step is not None:
-            blocks.forward(step, q, kv[:, :, step.seen_of_fetched], total)
+            blocks.forward(step, q, ring.seen(step, kv), total)
         if transfer is not None:
             (kv,) = transfer.wait() or (None,)
     return total.result()
@@ -131,11 +141,12 @@ def ring_backward(
     """Gradients of ``ring_forward``, given its out and lse. Collective over the ring.
 
     Returns dq [b, m, L, d], and dk and dv [b, c, L, d] of this rank's keys and values, owned by the caller. They are in
-    accumulation dtype where R is above 8; else as the kernel returns them.
+    accumulation dtype where R is above 8, with a window above 2; else as the kernel returns them.
     """
     ring, blocks = _Ring(mask, group), Blocks(kernel, mask, scale)
-    # one addition a rank; if they are few, in the precision of what is added
-    dtype = q.dtype if ring.size <= MOST_IN_LOW_PRECISION else accumulation_dtype(q.dtype)
+    # if the additions are few, in the precision of what is added
+    few = ring.size * mask.additions <= MOST_IN_LOW_PRECISION
+    dtype = q.dtype if few else accumulation_dtype(q.dtype)
     own, (k, v) = kv, kv.chunk(2, dim=1)
     dq, dk, dv = (GradientSum(t, dtype) for t in (q, k, v))
     add_what_comes: Callable[[], None] = lambda: None  # noqa: E731
@@ -144,7 +155,7 @@ def ring_backward(
         step = ring.step(i)
         parts: Sequence[GradientSum] = (dk, dv) if i == 0 else ()
         if step is not None:
-            kv = kv[:, :, step.seen_of_fetched]
+            kv = ring.seen(step, kv)
             if i > 0:
                 parts = [GradientSum(t, dtype) for t in kv.chunk(2, dim=1)]
             blocks.backward(step, (dout, q, out, lse), kv, (dq, *parts))
@@ -158,6 +169,6 @@ def ring_backward(
     return dq.result(), dk.result(), dv.result()
 
 
-def _empty(kv: Tensor, rows: Rows) -> Tensor:
+def _empty(kv: Tensor, rows: Sequence[Rows]) -> Tensor:
     b, heads, _, d = kv.shape
-    return kv.new_empty(b, heads, rows.stop - rows.start, d)
+    return kv.new_empty(b, heads, sum(one.stop - one.start for one in rows), d)

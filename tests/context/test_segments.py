@@ -65,7 +65,8 @@ def covered(step, length):
     pairs = torch.zeros(length, length, dtype=torch.int)
     if step is None:
         return pairs
-    assert step.fetched.start <= step.seen.start < step.seen.stop <= step.fetched.stop
+    rows = [row for one in step.seen for row in range(*one)]
+    assert rows == sorted(set(rows)) and step.sent_whole == (2 * len(rows) >= length)
     for group in step.groups:
         for before, piece in pairwise(group.pieces):
             assert (before.causal, before.left) == (piece.causal, piece.left)
@@ -73,13 +74,13 @@ def covered(step, length):
         for queries, keys, causal, left in group.pieces:
             l, keys_l = queries.stop - queries.start, keys.stop - keys.start
             assert l > 0 and keys_l > 0 and (left is None or left >= 0)
-            assert l == keys_l if causal else left is None or l <= keys_l, "flash-attn would cut off keys"
+            assert l == keys_l if causal or left is not None else True, "flash-attn would cut off keys"
             offset = torch.arange(keys_l) - torch.arange(l).unsqueeze(1)
             seen = offset <= 0 if causal else torch.ones_like(offset, dtype=torch.bool)
             if left is not None:
                 seen &= offset >= keys_l - l - left
-            columns = slice(step.seen.start + keys.start, step.seen.start + keys.stop)
-            pairs[queries.start : queries.stop, columns] += seen.int()
+            pairs[queries.start : queries.stop, rows[keys.start] : rows[keys.stop - 1] + 1] += seen.int()
+            assert rows[keys.stop - 1] - rows[keys.start] == keys_l - 1
     return pairs
 
 
@@ -107,7 +108,7 @@ def test_one_document_is_the_zigzag_ring():
         for source in range(4):
             (group,) = mask.step(rank, source).groups
             (piece,) = group.pieces
-            assert tuple(mask.step(rank, source).fetched) == (0, 16)
+            assert mask.step(rank, source).sent_whole
             wanted = {-1: ((0, 16), (0, 8)), 0: ((0, 16), (0, 16)), 1: ((8, 16), (0, 16))}
             assert (tuple(piece.queries), tuple(piece.keys)) == wanted[(source > rank) - (source < rank)]
 
@@ -122,6 +123,32 @@ def test_steps_outside_a_window_and_of_other_documents_are_none():
     documents = packed_segments(layout, 64, range(0, 65, 8), range(0, 65, 8), per_document=False)
     mask = RingMask(documents, causal=True)
     assert all((mask.step(rank, source) is None) == (rank != source) for rank in range(4) for source in range(4))
+
+
+@pytest.mark.parametrize("per_document", [True, False])
+def test_a_window_over_many_documents_is_few_calls(per_document):
+    """One mask for all bands; and of the ring's rows only those that are seen."""
+    layout = SequenceLayout(1, 4)
+    lengths = [8 * n for n in range(20, 60)]
+    cumulative = [0, *accumulate(lengths)]
+    segments = packed_segments(layout, cumulative[-1], cumulative, cumulative, per_document)
+    mask = RingMask(segments, causal=True, window=9)
+    for rank in range(4):
+        for source in range(4):
+            step = mask.step(rank, source)
+            if step is None:
+                continue
+            parts = [
+                sum(
+                    a < piece.queries.stop and piece.queries.start <= a
+                    for group in step.groups
+                    for piece in group.pieces
+                )
+                for a in range(segments.ring_length)
+            ]
+            assert len(step.groups) <= 6 and max(parts) <= mask.additions
+            if rank != source:
+                assert sum(rows.stop - rows.start for rows in step.seen) <= 2 * 9 * len(lengths)
 
 
 def test_numbers():
