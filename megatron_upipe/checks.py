@@ -29,7 +29,7 @@ class _Refusal:
     attribute: str
     refused: Callable[[Any], Any]
     flag: str
-    instead: str
+    instead: str | Callable[[Any], str]
 
 
 # Attributes that exist under the same name in Megatron's arguments and in its TransformerConfig.
@@ -43,7 +43,7 @@ _MODEL = (
         "window_size",
         lambda v: len(v) != 2 or v[1] != 0 or v[0] < -1,
         "--window-size",
-        "use (tokens to the left, 0), which is causal; for example (4096, 0)",
+        lambda v: f"windows are causal, (tokens to the left, 0): the nearest is ({max(v[0], -1)}, 0)",
     ),
     _Refusal("hybrid_context_parallel", bool, "--hybrid-context-parallel", "leave it out"),
     _Refusal("dynamic_context_parallel", bool, "--dynamic-context-parallel", "leave it out"),
@@ -79,7 +79,7 @@ _MODEL = (
     ),
 )
 
-_PACKED_INSTEAD = "use --dataloader-inter-document-masking, which resets both without a mask"
+_PACKED_INSTEAD = "leave it out; --dataloader-inter-document-masking or --sft tells documents apart, without a mask"
 
 # Attributes of Megatron's arguments only.
 _TRAINING = (
@@ -111,7 +111,8 @@ def check_model(config: Any, training: bool = False) -> None:
         value = getattr(config, rule.attribute, None)
         if value is not None and rule.refused(value):
             shown = rule.flag if value is True else f"{rule.flag} {_shown(value)}"
-            raise UPipeError(f"{shown} is not supported by UPipe with context parallelism; {rule.instead}")
+            instead = rule.instead if isinstance(rule.instead, str) else rule.instead(value)
+            raise UPipeError(f"{shown} is not supported by UPipe with context parallelism; {instead}")
     if getattr(config, "recompute_granularity", None) == "selective":
         modules = getattr(config, "recompute_modules", None) or ["core_attn"]  # Megatron's default
         useless = [module for module in modules if module in RECOMPUTED]

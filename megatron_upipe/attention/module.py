@@ -25,7 +25,7 @@ from megatron_upipe.attention.elementwise import apply_norm
 from megatron_upipe.attention.function import AttentionCall, UPipeAttentionFunction
 from megatron_upipe.attention.linears import UPipeColumnParallelLinear, given, parameters_of
 from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, Elementwise
-from megatron_upipe.attention.rotary import angles_of_documents, exact_angles
+from megatron_upipe.attention.rotary import angles_of_documents, exact_angles, exact_table
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.attention.sinks_module import SinksOnly
 from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_model, check_parallelism
@@ -152,8 +152,8 @@ class UPipeSelfAttention(SelfAttention):
                 tokens = hidden_states.shape[0] * self.shards
                 if packed_seq_params is not None:  # Megatron takes from its table what each document needs
                     tokens = max(packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv)
-                whole = one_document(self.groups.layout, tokens)
-                rotary_pos_emb = self._angles(rotary_pos_emb, whole, hidden_states.device)
+                rotates, how = self._rotates(rotary_pos_emb), (*self._exact_rotary(), hidden_states.device)
+                rotary_pos_emb = exact_table(tokens, *how) if rotates else None
             return super().forward(
                 hidden_states, attention_mask, inference_context=inference, rotary_pos_emb=rotary_pos_emb, **others
             )
@@ -174,7 +174,7 @@ class UPipeSelfAttention(SelfAttention):
         tokens, micro_batch = hidden_states.shape[0] * self.shards, hidden_states.shape[1]
         if self.recipe is not None:
             self._check_fp8_tokens(tokens, micro_batch)
-        segments = self._segments(packed, tokens, micro_batch)
+        segments = self._segments(packed, tokens, micro_batch, hidden_states.device)
         sequence_parallel = self.shards > 1
         return AttentionCall(
             plan=self.plan,
@@ -186,7 +186,7 @@ class UPipeSelfAttention(SelfAttention):
             tensor_parallel_size=self.world_size,
         )
 
-    def _segments(self, packed: Any, tokens: int, micro_batch: int) -> Segments:
+    def _segments(self, packed: Any, tokens: int, micro_batch: int, device: torch.device) -> Segments:
         layout = self.groups.layout
         if packed is None:
             return one_document(layout, tokens * layout.size)
@@ -197,7 +197,8 @@ class UPipeSelfAttention(SelfAttention):
             )
         if self.recipe is not None and self.upipe.fp8_attention != "off":
             raise UPipeError(f"--upipe-fp8-attention {self.upipe.fp8_attention} takes no packed documents; use off")
-        return _packed_batches.segments(packed, self.groups, tokens, self.upipe.packed_layout == "document")
+        per_document = self.upipe.packed_layout == "document"
+        return _packed_batches.segments(packed, self.groups, tokens, per_document, device)
 
     def _check_fp8_tokens(self, tokens: int, micro_batch: int) -> None:
         check_alignment(self.recipe, {"the tokens of a rank": tokens * micro_batch})
@@ -309,15 +310,22 @@ class UPipeSelfAttention(SelfAttention):
 
         For packed documents Megatron hands over those of one document, from its beginning.
         """
-        config = self.config
-        if rotary_pos_emb is None or (config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]):
+        if not self._rotates(rotary_pos_emb):
             return None, None
         tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         if self.upipe.rope == "stock":
             return tuple(angles_of_documents(t, segments, self.groups.rank) for t in tables) if packed else tables
-        how = self.upipe.rotary, self.hidden_size_per_attention_head, config.rotary_interleaved, device
-        angles = exact_angles(segments, self.groups.rank, *how)
+        angles = exact_angles(segments, self.groups.rank, *self._exact_rotary(), device)
         return angles, angles
+
+    def _rotates(self, rotary_pos_emb: Any) -> bool:
+        """Whether this layer has RoPE."""
+        without = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+        return rotary_pos_emb is not None and not without
+
+    def _exact_rotary(self) -> tuple:
+        """Settings of exact angles, head size, interleaved."""
+        return self.upipe.rotary, self.hidden_size_per_attention_head, self.config.rotary_interleaved
 
     def _gather(self, shard: Tensor) -> Tensor:
         return gather_from_sequence_parallel_region(shard, group=self.pg_collection.tp)

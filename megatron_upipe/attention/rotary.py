@@ -7,6 +7,7 @@ made here replace that table in Megatron's own ``apply_rotary_pos_emb``.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron_upipe.config import RotarySettings
 from megatron_upipe.context.packing import positions_in_documents
 from megatron_upipe.context.segments import Segments
+from megatron_upipe.errors import UPipeError
 
 # Llama 3's frequency scaling (Meta, Llama 3.1 model card): factors and the context length it was trained at.
 LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR, ORIGINAL_LENGTH = 1.0, 4.0, 8192
@@ -36,8 +38,15 @@ def inverse_frequencies(settings: RotarySettings, head_dim: int) -> Tensor:
 def angles_of_documents(table: Tensor, segments: Segments, rank: int) -> Tensor:
     """Megatron's angles [s, 1, 1, rotary_dim] of context-parallel rank ``rank``, from its ``table`` of a document's.
 
-    Padding behind the table has the table's last angle. Kept with the segments and shared: not to be written to.
+    Padding behind the table has the table's last angle. Kept with the segments and shared: not to be written to. Raises
+    UPipeError where a document is longer than the table.
     """
+    longest = max((stop - start for start, stop in segments.documents), default=0)
+    if longest > table.shape[0]:
+        raise UPipeError(
+            f"packed_seq_params.max_seqlen_q {table.shape[0]} is less than the longest document, of {longest} tokens; "
+            "give its length"
+        )
 
     def make() -> Tensor:
         positions = positions_in_documents(segments, rank, table.device)
@@ -60,17 +69,25 @@ def exact_angles(
 
     Kept with the segments and shared: not to be written to.
     """
-    how = rank, settings, head_dim, interleaved, device
-    return segments.remembered(("exact angles", *how), lambda: _exact_angles(segments, *how))
+    how = settings, head_dim, interleaved
+    key = "exact angles", rank, *how, device
+    return segments.remembered(key, lambda: _exact(positions_in_documents(segments, rank, device), *how))
 
 
-def _exact_angles(
-    segments: Segments, rank: int, settings: RotarySettings, head_dim: int, interleaved: bool, device: torch.device
+@lru_cache(maxsize=2)
+@torch.inference_mode(False)
+def exact_table(
+    length: int, settings: RotarySettings, head_dim: int, interleaved: bool, device: torch.device
 ) -> Tensor:
-    positions = positions_in_documents(segments, rank, device).to(torch.float64)
+    """The same of positions 0 to ``length`` - 1: what Megatron's own attention takes. Shared: not to be written to."""
+    return _exact(torch.arange(length, device=device), settings, head_dim, interleaved)
+
+
+def _exact(positions: Tensor, settings: RotarySettings, head_dim: int, interleaved: bool) -> Tensor:
+    positions = positions.to(torch.float64)
     if settings.interpolation_factor is not None:
         positions = positions / settings.interpolation_factor
-    angles = torch.outer(positions, inverse_frequencies(settings, head_dim).to(device))
+    angles = torch.outer(positions, inverse_frequencies(settings, head_dim).to(positions.device))
     angles = torch.remainder(angles, 2 * math.pi).float()
     angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
     return angles[:, None, None, :]

@@ -49,33 +49,58 @@ class PackedBatches:
     def __init__(self) -> None:
         self._last: tuple[Any, tuple, Segments] | None = None
 
-    def segments(self, packed: Any, groups: ContextGroups, tokens: int, per_document: bool) -> Segments:
-        """Of Megatron's PackedSeqParams for ``tokens`` of each context-parallel rank.
+    def segments(
+        self, packed: Any, groups: ContextGroups, tokens: int, per_document: bool, device: torch.device
+    ) -> Segments:
+        """Of Megatron's PackedSeqParams for ``tokens`` of each context-parallel rank, whose tensors are on ``device``.
 
         Reads the cumulative lengths on the host. Collective over the context-parallel group, which has to agree on
-        them. A training loop that knows the documents on the host may spare that: by an attribute ``upipe_segments``,
-        the ``Segments``, the same on all ranks. Raises UPipeError.
+        them: all its ranks are to be given new parameters at the same time. A training loop that knows the documents on
+        the host may spare both: by an attribute ``upipe_segments``, the ``Segments``, the same on all ranks. Raises
+        UPipeError.
         """
         known = getattr(packed, "upipe_segments", None)
         if known is not None:
+            _check_known(known, groups, tokens)
             return known
         key = (groups.layout, groups.rank, tokens, per_document, *_versions(packed))
         if self._last is not None and self._last[0]() is packed and self._last[1] == key:
             return self._last[2]
-        padded, real = _lengths(packed)
-        if packed_lengths_differ(padded, real, tokens, groups, packed.cu_seqlens_q.device):
+        found = _made(packed, groups, tokens, per_document)
+        # first compared, then raised: or else the other ranks would wait for this one
+        shown = (found.spans, found.documents, found.starts) if isinstance(found, Segments) else str(found)
+        if _differ(repr(shown), groups, device) and isinstance(found, Segments):
             raise UPipeError(
                 "the ranks of a context-parallel group were given different packed_seq_params; give all of them the "
                 "same lengths of the whole sequence"
             )
-        segments = packed_segments(groups.layout, tokens * groups.layout.size, padded, real, per_document)
-        self._last = weakref.ref(packed), key, segments
-        return segments
+        if isinstance(found, UPipeError):
+            raise found
+        self._last = weakref.ref(packed), key, found
+        return found
+
+
+def _made(packed: Any, groups: ContextGroups, tokens: int, per_document: bool) -> Segments | UPipeError:
+    try:
+        padded, real = _lengths(packed)
+        return packed_segments(groups.layout, tokens * groups.layout.size, padded, real, per_document)
+    except UPipeError as error:
+        return error
+
+
+def _check_known(known: Segments, groups: ContextGroups, tokens: int) -> None:
+    length = tokens * groups.layout.size
+    if (known.layout, known.length) != (groups.layout, length):
+        raise UPipeError(
+            f"packed_seq_params.upipe_segments are of {known.length} tokens on {known.layout}; these ranks have "
+            f"{length} on {groups.layout}"
+        )
 
 
 def _versions(packed: Any) -> list[Any]:
     """The tensors of lengths and how often they were written to; a caller may use the same object again."""
-    tensors = [getattr(packed, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded")]
+    names = (f"cu_seqlens_{which}{padded}" for which in ("q", "kv") for padded in ("", "_padded"))
+    tensors = [getattr(packed, name, None) for name in names]
     return [(_Same(t), None if t is None or t.is_inference() else t._version) for t in tensors]
 
 
@@ -91,11 +116,9 @@ class _Same:
     __hash__ = None
 
 
-def packed_lengths_differ(
-    padded: list[int], real: list[int], tokens: int, groups: ContextGroups, device: torch.device
-) -> bool:
+def _differ(shown: str, groups: ContextGroups, device: torch.device) -> bool:
     """Whether the context-parallel ranks have different ones; they would wait for each other for ever. Collective."""
-    mine = zlib.crc32(repr((padded, real, tokens)).encode())
+    mine = zlib.crc32(shown.encode())
     extremes = torch.tensor([mine, -mine], device=device)
     for group in (groups.ulysses, groups.ring):
         if group is not None:

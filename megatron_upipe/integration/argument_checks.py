@@ -87,7 +87,11 @@ def check_upipe(args: Namespace) -> None:
 def _check_backend(args: Namespace) -> None:
     """A backend that is asked for must serve the model; ``auto`` finds one."""
     if args.upipe_attention_backend is not None:
-        select_kernel(*_inputs(args), args.upipe_attention_backend, window=args.window_size is not None)
+        select_kernel(*_inputs(args), args.upipe_attention_backend, window=_has_window(args))
+
+
+def _has_window(args: Namespace) -> bool:
+    return args.window_size is not None and args.window_size[0] >= 0
 
 
 def _inputs(args: Namespace) -> tuple[torch.device, torch.dtype, int]:
@@ -119,7 +123,7 @@ def _check_fp8(args: Namespace) -> None:
     check_alignment(recipe, {what: args.seq_length // args.context_parallel_size * args.micro_batch_size})
     mode = args.upipe_fp8_attention or "off"
     for flag, given in (
-        ("--window-size", args.window_size is not None),
+        ("--window-size", _has_window(args)),
         ("--sft", args.sft),
         ("--dataloader-inter-document-masking", args.dataloader_inter_document_masking),
     ):

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import MISSING, fields
 from typing import Any
 
-from megatron_upipe.config import PACKED_LAYOUTS, check_least
+from megatron_upipe.config import PACKED_LAYOUTS
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.planning.models import PRESETS, find_model
 from megatron_upipe.planning.scenario import Scenario, parse_tokens
@@ -55,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser, searched: bool) -> None:
     parser.add_argument(
         "--packed-layout",
         choices=PACKED_LAYOUTS,
-        default="document",
         help="document: each in a zigzag of its own, as --sft makes them (default); sequence: one for all, as "
         "--dataloader-inter-document-masking does",
     )
@@ -78,7 +77,8 @@ def scenario_of(args: argparse.Namespace, **others: Any) -> tuple[Scenario, froz
     documents = None
     if args.documents:
         documents = tuple(parse_tokens(length, "--documents") for length in args.documents)
-        check_least("--documents", min(documents), 1)
+    elif args.packed_layout:
+        raise UPipeError(f"--packed-layout {args.packed_layout} does nothing without --documents; add that")
     scenario = Scenario(
         model=find_model(args.model),
         gpus=args.gpus,
@@ -87,7 +87,7 @@ def scenario_of(args: argparse.Namespace, **others: Any) -> tuple[Scenario, froz
         attention_backend=args.kernel,
         optimizer_on_host=args.optimizer == "host",
         documents=documents,
-        packed_layout=args.packed_layout,
+        packed_layout=args.packed_layout or "document",
         **given,
         **others,
     )

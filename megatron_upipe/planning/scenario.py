@@ -234,7 +234,10 @@ def parse_tokens(given: str, flag: str = "--tokens") -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", given.strip().upper())
     if found is None:
         raise UPipeError(f"{flag} {given} is not a number of tokens; write 8M, 128K or 131072")
-    return round(float(found[1]) * _UNITS[found[2]])
+    tokens = round(float(found[1]) * _UNITS[found[2]])
+    if tokens < 1:
+        raise UPipeError(f"{flag} {given} is too small; the least is 1")
+    return tokens
 
 
 def tokens_text(tokens: int) -> str:

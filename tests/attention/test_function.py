@@ -273,6 +273,20 @@ def test_a_window_without_end(workers):
     assert workers.run(2, _unlimited) == [True, True]
 
 
+def test_sinks_are_marked_as_split_over_tensor_parallelism(workers):
+    """Without the mark, as in Megatron, the gradient norm leaves out the heads of all but the first rank."""
+    assert workers.run(2, _marked) == [(False, True)] * 2
+
+
+def _marked(rank):
+    initialize(1, 2)
+    case = Case(config=dict(softmax_type="learnable"))
+    stock = stock_attention(case, single_rank_groups())
+    upipe = upipe_attention(case, 1, 2, stock)
+    sinks = [module.core_attention.softmax_offset for module in (stock, upipe)]
+    return tuple(getattr(offset, "tensor_model_parallel", False) for offset in sinks)
+
+
 def _refusals(rank):
     module, x, table = build()
     messages = {}

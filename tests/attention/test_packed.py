@@ -7,6 +7,7 @@ import pytest
 import torch
 from attention.test_parity import check
 
+from megatron_upipe.config import RotarySettings
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.selftest.packed import (
     Packing,
@@ -24,9 +25,9 @@ from megatron_upipe.integration.selftest.parity import (
     upipe_attention,
 )
 
-GROUPS = [(1, 1, 2), (1, 2, 1), (1, 2, 2), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 2, 2)]
+GROUPS = [(1, 1, 2), (1, 2, 1), (1, 2, 2), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 2, 4), (1, 4, 2)]
+GROUPS.append(pytest.param(1, 4, 4, marks=pytest.mark.slow))
 LAYOUTS = ("document", "sequence")
-EXACT = dict(rope="exact")
 
 
 def _compare_all(rank, p, r, all_cases, tp=1, sp=False, padding=100.0):
@@ -93,6 +94,40 @@ def test_padding_may_be_nan(workers):
     assert sum(sum(packing.real) < packing.length for _, packing in all_cases) > 3
     for errors in workers.run(4, _compare_all, 2, 2, all_cases, 1, False, math.nan):
         assert all(set(e) == {"output", "dx"} and max(e.values()) <= TOLERANCE for e in errors), errors
+
+
+def _one_rank(rank, packings):
+    """Megatron's own attention with UPipe's exact angles."""
+    initialize(1, 1)
+    groups = single_rank_groups()
+    return [
+        compare_packed(case_for(p, upipe=dict(rope="exact", rotary=RotarySettings())), p, 1, 1, groups, padding=0.0)
+        for p in packings
+    ]
+
+
+def test_exact_rope_on_one_rank(workers):
+    """Also of documents of odd length, none of which needs a zigzag."""
+    all_packings = [Packing(n, n, sum(n), layout) for n in ((1, 7, 4), (5,)) for layout in LAYOUTS[1:]]
+    all_packings.append(Packing((7, 3), (8, 4), 12, "document"))
+    (found,) = workers.run(1, _one_rank, all_packings)
+    assert all(max(errors.values()) < 1e-5 for errors in found), found  # Megatron's angles are in fp32
+
+
+def _short_table(rank):
+    initialize(2, 1)
+    packing = Packing((8, 4), (8, 4), 12, "document")
+    case = case_for(packing)
+    module = upipe_attention(case, 2, 1, stock_attention(case, single_rank_groups()))
+    x = torch.randn(6, 1, case.hidden, dtype=torch.float64)
+    with pytest.raises(UPipeError, match="max_seqlen_q 7 is less than the longest document, of 8 tokens"):
+        module(x, None, rotary_pos_emb=rotary_table(case, 7), packed_seq_params=packing.parameters())
+    module(x, None, rotary_pos_emb=rotary_table(case, 8), packed_seq_params=packing.parameters())
+    return True
+
+
+def test_a_rope_table_that_is_too_short_is_refused(workers):
+    assert workers.run(2, _short_table) == [True, True]
 
 
 def _repeated(rank, packing):
@@ -165,12 +200,13 @@ def _low_precision(rank, p, r, all_cases):
     return [compare_packed_low_precision(case, packing, p, r, groups) for case, packing in all_cases]
 
 
-def test_bf16_errs_at_most_twice_as_stock_does(workers):
+@pytest.mark.parametrize(("p", "r"), [(2, 2), (1, 4)])
+def test_bf16_errs_at_most_twice_as_stock_does(workers, p, r):
     """Output and dx, summed over the ranks; with sinks the output is rounded once more."""
     packing = Packing((90, 7, 150), (96, 8, 152), 256, "document")
     configs = [{}, dict(softmax_type="learnable"), dict(softmax_type="learnable", window_size=(20, 0))]
-    all_cases = [(case_for(packing, config=config, heads_per_stage=2), packing) for config in configs]
-    found = workers.run(4, _low_precision, 2, 2, all_cases)
+    all_cases = [(case_for(packing, config=config, heads_per_stage=p), packing) for config in configs]
+    found = workers.run(4, _low_precision, p, r, all_cases)
     for number in range(len(configs)):
         for name in ("output", "dx"):
             ours, stock = (sum(errors[number][name][i] ** 2 for errors in found) for i in range(2))

@@ -79,27 +79,38 @@ def packed(**changes):
 )
 def test_refused_parameters(changes, message):
     with pytest.raises(UPipeError, match=message):
-        PackedBatches().segments(packed(**changes), ALONE, 6, True)
+        PackedBatches().segments(packed(**changes), ALONE, 6, True, CPU)
 
 
 def test_lengths_are_read_once_a_batch():
     batches, first, second = PackedBatches(), packed(), packed()
-    segments = batches.segments(first, ALONE, 6, True)
+    segments = batches.segments(first, ALONE, 6, True, CPU)
     assert segments.documents == ((0, 2), (2, 6))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_lengths", None)  # not looked at again
-        assert batches.segments(first, ALONE, 6, True) is segments
-    assert batches.segments(second, ALONE, 6, True) is not segments
-    assert batches.segments(second, ALONE, 8, True).length == 8
+        assert batches.segments(first, ALONE, 6, True, CPU) is segments
+    assert batches.segments(second, ALONE, 6, True, CPU) is not segments
+    assert batches.segments(second, ALONE, 8, True, CPU).length == 8
 
 
 def test_the_same_object_with_other_lengths_is_another_batch():
     batches, params = PackedBatches(), packed()
-    assert batches.segments(params, ALONE, 6, True).documents == ((0, 2), (2, 6))
+    assert batches.segments(params, ALONE, 6, True, CPU).documents == ((0, 2), (2, 6))
     params.cu_seqlens_q[1] = 4  # in place; queries and keys share the tensor
-    assert batches.segments(params, ALONE, 6, True).documents == ((0, 4), (4, 6))
+    assert batches.segments(params, ALONE, 6, True, CPU).documents == ((0, 4), (4, 6))
     params.cu_seqlens_q = params.cu_seqlens_kv = torch.tensor([0, 6])
-    assert batches.segments(params, ALONE, 6, True).documents == ((0, 6),)
+    assert batches.segments(params, ALONE, 6, True, CPU).documents == ((0, 6),)
+
+
+def test_segments_known_beforehand():
+    params = packed()
+    params.upipe_segments = packed_segments(ALONE.layout, 6, [0, 2, 6], [0, 2, 6], per_document=True)
+    assert PackedBatches().segments(params, ALONE, 6, True, CPU) is params.upipe_segments
+    with pytest.raises(UPipeError, match=r"upipe_segments are of 6 tokens on .*; these ranks have 8 on"):
+        PackedBatches().segments(params, ALONE, 8, True, CPU)
+    params.upipe_segments = packed_segments(SequenceLayout(1, 3), 6, [0, 6], [0, 6], per_document=True)
+    with pytest.raises(UPipeError, match="ring_size=3"):
+        PackedBatches().segments(params, ALONE, 6, True, CPU)
 
 
 def _different(rank):
@@ -108,9 +119,13 @@ def _different(rank):
     groups = ContextGroups(SequenceLayout(2, 1), dist.group.WORLD, None)
     lengths = torch.tensor([0, 4, 8] if rank == 0 else [0, 8])
     with pytest.raises(UPipeError, match="given different packed_seq_params"):
-        PackedBatches().segments(packed(cu_seqlens_q=lengths, cu_seqlens_kv=lengths), groups, 4, True)
+        PackedBatches().segments(packed(cu_seqlens_q=lengths, cu_seqlens_kv=lengths), groups, 4, True, CPU)
+    # one rank's are no lengths at all: both raise
+    bad = torch.tensor([0, 9, 8] if rank == 0 else [0, 8])
+    with pytest.raises(UPipeError, match="no cumulative lengths" if rank == 0 else "different packed_seq_params"):
+        PackedBatches().segments(packed(cu_seqlens_q=bad, cu_seqlens_kv=bad), groups, 4, True, CPU)
     same = torch.tensor([0, 4, 8])
-    PackedBatches().segments(packed(cu_seqlens_q=same, cu_seqlens_kv=same), groups, 4, True)
+    PackedBatches().segments(packed(cu_seqlens_q=same, cu_seqlens_kv=same), groups, 4, True, CPU)
     return True
 
 

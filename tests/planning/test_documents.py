@@ -103,5 +103,7 @@ def test_command(capsys):
     assert "8 documents of up to 128K (simulated)" in capsys.readouterr().out
     assert cli.main([*base, "--documents", "many"]) == 2
     assert "--documents many is not a number of tokens" in capsys.readouterr().err
-    assert cli.main([*base, "--documents", "0"]) == 2
-    assert "--documents 0 is too small; the least is 1" in capsys.readouterr().err
+    assert cli.main([*base, "--documents", "0.4"]) == 2
+    assert "--documents 0.4 is too small; the least is 1" in capsys.readouterr().err
+    assert cli.main([*base, "--packed-layout", "sequence"]) == 2
+    assert "--packed-layout sequence does nothing without --documents; add that" in capsys.readouterr().err
