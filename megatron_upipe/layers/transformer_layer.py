@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_upipe.attention.elementwise import apply_norm
@@ -93,7 +94,8 @@ class UPipeTransformerLayer(TransformerLayer):
             frees_input=self._frees_input,
         )
         y = UPipeLayerFunction.apply(torch.is_grad_enabled(), call, policy, hidden_states, *call.parameters())
-        return y, context
+        # pipeline stages free what they have sent, which must not be a view; without gradients it may be one
+        return make_viewless_tensor(y, requires_grad=y.requires_grad, keep_graph=True), context
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Keys of the stock layer.

@@ -73,6 +73,15 @@ def test_trains_as_stock_does(folder, stock, name):
         assert_close(found, stock)
 
 
+@pytest.mark.slow
+def test_virtual_pipeline_stages_train_as_stock_does(folder):
+    """Two model chunks on each stage, evaluation included."""
+    flags = ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"]
+    flags += ["--micro-batch-size", "1"]
+    wanted = train(folder, "stock virtual", 2, *flags)
+    assert_close(train(folder, "virtual", 4, *flags, *CP2, "--calculate-per-token-loss"), wanted)
+
+
 def test_fp8_trains_as_16_bits_do(folder):
     """The twin, of products and of attention's forward; losses differ, by no more than FP8's noise."""
     sizes = ["--kv-channels", "16", *CP2, "--bf16", "--upipe-offload", "host", "--upipe-mlp-tile-tokens", "32"]
