@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from attention.test_parity import check
+from end_to_end.training import some_slow
 
 from megatron_upipe.config import RotarySettings
 from megatron_upipe.errors import UPipeError
@@ -79,9 +80,10 @@ CONFIGURATIONS = {
     "sinks": dict(config=dict(softmax_type="learnable")),
     "sinks and window": dict(config=dict(softmax_type="learnable", window_size=(5, 0), qk_layernorm=True)),
 }
+SLOW = ("wide window", "partial interleaved rope", "reference kernel", "window of one")
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", some_slow(CONFIGURATIONS, *SLOW))
 def test_configurations(workers, name):
     all_cases = [(case_for(p, **CONFIGURATIONS[name]), p) for p in packings(7, 8, 6, most=5)]
     check(workers.run(4, _compare_all, 2, 2, all_cases), [case for case, _ in all_cases])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megatron_upipe.attention.schedule import legal_heads_per_stage
 from megatron_upipe.checks import check_parallelism
@@ -52,6 +53,9 @@ class Grid:
     layers_per_chunk: int
     seed: int
     precision: str = "fp32"  # in fp64 and bf16 gradients only
+    window: int | None = None
+    sinks: str = "vanilla"
+    documents: str | None = None  # layout of packed ones
 
     @property
     def world(self) -> int:
@@ -64,6 +68,16 @@ class Grid:
     @property
     def layers(self) -> int:
         return self.layers_per_chunk * self.pp * (2 if self.virtual else 1)
+
+    def lengths(self, step: int, dp_rank: int, index: int) -> list[int] | None:
+        """Of the documents of a micro-batch."""
+        if self.documents is None:
+            return None
+        rng = random.Random(f"{self.seed} {step} {dp_rank} {index}")
+        unit = 2 * self.p * self.r if self.documents == "document" else 1
+        cuts = sorted(rng.choices(range(self.length // unit + 1), k=rng.randint(1, 4)))
+        ends = [0, *(cut * unit for cut in cuts), self.length]
+        return [b - a for a, b in pairwise(ends) if b > a]
 
 
 def draw(seed: int) -> Grid:
@@ -129,4 +143,16 @@ def draw(seed: int) -> Grid:
             )
         except UPipeError:
             continue
-        return grid
+        return _with_masks(grid)
+
+
+def _with_masks(grid: Grid) -> Grid:
+    """In half of the grids each a window, sinks, packed documents."""
+    rng = random.Random(f"masks {grid.seed}")
+    grid = replace(
+        grid,
+        window=rng.choice((None, None, 2, 9)),
+        sinks=rng.choice(("vanilla", "vanilla", "learnable", "off-by-one")),
+        documents=rng.choice((None, None, "document", "sequence")),
+    )
+    return grid if grid.documents is None else replace(grid, micro_batch=1)

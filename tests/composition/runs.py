@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +15,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_upipe.config import UPipeConfig
+from megatron_upipe.integration.packed_batch import partition_indices
 from megatron_upipe.layers.output import tiled_losses
 from megatron_upipe.memory.host_store import host_store
 
@@ -59,7 +62,8 @@ def compare(rank: int, grid: Grid, wanted: Run) -> dict[str, float]:
     if found.losses:  # only the last pipeline stage has any
         first = parallel_state.get_data_parallel_rank() * grid.micro_batches
         for index, losses in enumerate(found.losses):
-            part = _on_this_rank({"losses": wanted.losses[first + index]})["losses"]
+            which = 0, parallel_state.get_data_parallel_rank(), index
+            part = _on_this_rank({"losses": wanted.losses[first + index]}, grid, which)["losses"]
             errors[f"losses {index}"] = ((losses - part).abs().max() / part.abs().max()).item()
     for kind, mine, whole in (("gradient", found.gradients, wanted.gradients), ("final", found.final, wanted.final)):
         for name, value in mine.items():
@@ -126,6 +130,8 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
         persist_layer_norm=False,
         transformer_impl="local",
         calculate_per_token_loss=True,
+        window_size=None if grid.window is None else (grid.window, 0),
+        softmax_type=grid.sinks,
         **parallel,
     )
     config.bf16 = grid.precision == "bf16"
@@ -137,6 +143,7 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
         checkpoint_every=grid.checkpoint_every,
         mlp_tile_tokens=grid.mlp_tile_tokens,
         loss_tile_tokens=grid.loss_tile_tokens,
+        packed_layout=grid.documents or "document",
     )
     return config
 
@@ -250,7 +257,7 @@ def _prepare(model: torch.nn.Module, names: dict, grid: Grid, initial: dict | No
         for parameter, name in names.items():
             if initial is not None:
                 parameter.copy_(shard(name, initial[name], grid))
-            elif "norm" in name or name.endswith("bias"):
+            elif "norm" in name or name.endswith(("bias", "softmax_offset")):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             if grid.frozen and name in _FROZEN:
                 parameter.requires_grad_(False)
@@ -302,12 +309,26 @@ def _batches(grid: Grid, step: int):
                 "attention_mask": None,
                 "position_ids": torch.arange(grid.length).expand(shape).contiguous(),
             }
-            yield _on_this_rank(batch)
+            which = step, dp_rank, index
+            yield _on_this_rank(batch, grid, which) | {"packed_seq_params": _packed(grid.lengths(*which))}
 
 
-def _on_this_rank(batch: dict) -> dict:
+def _on_this_rank(batch: dict, grid: Grid, which: tuple[int, int, int]) -> dict:
     """This context-parallel rank's tokens of [b, s, ...] tensors."""
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+    group, lengths = parallel_state.get_context_parallel_group(), grid.lengths(*which)
+    if grid.documents != "document" or group.size() == 1:
+        return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+    cumulative = torch.tensor([0, *accumulate(lengths)])
+    indices = partition_indices(cumulative, grid.length, group.size(), group.rank(), torch.device("cpu"))
+    return {key: None if tensor is None else tensor.index_select(1, indices) for key, tensor in batch.items()}
+
+
+def _packed(lengths: list[int] | None) -> PackedSeqParams | None:
+    if lengths is None:
+        return None
+    cumulative = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    sizes = dict(max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative, **sizes)
 
 
 def _forward_step(
@@ -322,6 +343,7 @@ def _forward_step(
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
+        packed_seq_params=batch["packed_seq_params"],
         output_processor=processor,
     )
 
@@ -373,6 +395,7 @@ _SPLIT = {
     "linear_fc1.weight": 0,
     "linear_fc1.bias": 0,
     "linear_fc2.weight": 1,
+    "softmax_offset": 0,
 }
 
 

@@ -22,7 +22,7 @@ BASE = replace(
     **dict(bias=False, qkv_bias=True, qk_layernorm=True, gate=False, layer_norm=False, tied=False, interleaved=False),
     **dict(fuse=False, distributed_optimizer=False, overlap=False, frozen=False, activation="swiglu"),
     **dict(keep_attention=None, offload="none", prefetch="off", checkpoint_every=1),
-    **dict(mlp_tile_tokens=7, loss_tile_tokens=9),
+    **dict(mlp_tile_tokens=7, loss_tile_tokens=9, window=None, sinks="vanilla", documents=None),
 )
 PARALLEL = {
     "context 2": {},

@@ -209,7 +209,7 @@ def _refused(*flags):
     ("flags", "message"),
     [
         ([*CP2, "--upipe-heads-per-stage", "3"], "--upipe-heads-per-stage 3 is not possible"),
-        ([*CP2, "--sft"], "--sft is not supported by UPipe"),
+        ([*CP2, "--reset-attention-mask"], "--reset-attention-mask is not supported by UPipe"),
         (["--upipe-heads-per-stage", "2"], "--upipe-heads-per-stage does nothing without the spec"),
     ],
 )

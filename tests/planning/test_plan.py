@@ -93,6 +93,7 @@ def test_fastest_keeps_what_fits():
     assert choice.report.device_peak <= limit * MIB < report(replace(found, keep_attention=4)).device_peak
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_with_the_nearest_that_does():
     fixed = dict(ulysses=4, offload="host", sharding="megatron-fsdp", checkpoint_every=2)
     planner, _ = search(40, fixed=list(fixed), **fixed)
