@@ -8,6 +8,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from megatron_upipe.kernels.protocol import Documents
 from megatron_upipe.precision.te_package import BROKEN
 
 HALF = (torch.bfloat16, torch.float16)
@@ -47,6 +48,23 @@ def imported(module: str, *names: str) -> list[Callable] | str:
 def tokens_first(*tensors: Tensor) -> list[Tensor]:
     """Views [b, n, l, d] -> [b, l, n, d], or back."""
     return [t.transpose(1, 2) for t in tensors]
+
+
+def to_package(documents: Documents | None, *tensors: Tensor) -> list[Tensor]:
+    """Views [b, n, l, d] -> [b, l, n, d], of packed documents [l, n, d]."""
+    return [t if documents is None else t.squeeze(0) for t in tokens_first(*tensors)]
+
+
+def from_package(documents: Documents | None, *tensors: Tensor) -> list[Tensor]:
+    """The reverse."""
+    return tokens_first(*(t if documents is None else t.unsqueeze(0) for t in tensors))
+
+
+def window_sizes(causal: bool, left: int | None) -> dict[str, int]:
+    """As flash-attn has them: -1 is unlimited."""
+    if left is None:
+        return dict(window_size_left=-1, window_size_right=-1)
+    return dict(window_size_left=left, window_size_right=0 if causal else -1)
 
 
 def minus_infinity_without_keys(lse: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megatron_upipe.kernels.conventions import (
     fp32_dq_bytes,
+    from_package,
     imported,
     minus_infinity_without_keys,
     refuses_on_gpu,
-    tokens_first,
+    to_package,
 )
 from megatron_upipe.kernels.protocol import Documents
 
@@ -43,13 +44,13 @@ class FlashAttention(ABC):
     largest_head: ClassVar[int] = 256
 
     @abstractmethod
-    def forward_arguments(self, causal: bool, left: int, documents: dict[str, Any]) -> dict[str, Any]:
-        """What forward takes besides q, k, v and softmax_scale. ``left`` is -1 without a window; ``documents`` are
+    def forward_arguments(self, causal: bool, left: int | None, documents: dict[str, Any]) -> dict[str, Any]:
+        """What forward takes besides q, k, v and softmax_scale. ``documents`` are
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, or nothing."""
 
     @abstractmethod
     def backward_arguments(
-        self, causal: bool, left: int, documents: dict[str, Any], lse: Tensor, deterministic: bool
+        self, causal: bool, left: int | None, documents: dict[str, Any], lse: Tensor, deterministic: bool
     ) -> dict[str, Any]:
         """What backward takes besides dout, q, k, v, out, dq, dk, dv and softmax_scale."""
 
@@ -70,12 +71,11 @@ class FlashAttention(ABC):
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         function, _ = self._functions(documents)
-        q, k, v = _inputs(documents, q, k, v)
-        arguments = self.forward_arguments(causal, -1 if left is None else left, _sequences(documents))
+        q, k, v = to_package(documents, q, k, v)
+        arguments = self.forward_arguments(causal, left, _sequences(documents))
         out, lse, *_ = function(q=q, k=k, v=v, softmax_scale=scale, **arguments)
-        if documents is not None:
-            out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-        return out.transpose(1, 2), minus_infinity_without_keys(lse)
+        lse = lse if documents is None else lse.unsqueeze(0)
+        return from_package(documents, out)[0], minus_infinity_without_keys(lse)
 
     def backward(
         self,
@@ -91,14 +91,12 @@ class FlashAttention(ABC):
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         _, function = self._functions(documents)
-        dout, q, k, v, out = _inputs(documents, dout, q, k, v, out)
+        dout, q, k, v, out = to_package(documents, dout, q, k, v, out)
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         lse = (lse if documents is None else lse.squeeze(0)).contiguous()
-        arguments = self.backward_arguments(
-            causal, -1 if left is None else left, _sequences(documents), lse, self.deterministic
-        )
+        arguments = self.backward_arguments(causal, left, _sequences(documents), lse, self.deterministic)
         function(dout=dout, q=q, k=k, v=v, out=out, dq=dq, dk=dk, dv=dv, softmax_scale=scale, **arguments)
-        return tuple(tokens_first(*(g if documents is None else g.unsqueeze(0) for g in (dq, dk, dv))))
+        return tuple(from_package(documents, dq, dk, dv))
 
     def workspace_bytes(self, batch: int, heads: int, tokens: int, head_dim: int) -> int:
         return fp32_dq_bytes(batch, heads, tokens, head_dim)
@@ -106,11 +104,6 @@ class FlashAttention(ABC):
     def _functions(self, documents: Documents | None) -> list[Callable]:
         names = self.functions if documents is None else self.packed_functions or self.functions
         return imported(self.module, *names)
-
-
-def _inputs(documents: Documents | None, *tensors: Tensor) -> list[Tensor]:
-    """[b, n, l, d] -> views [b, l, n, d], or with documents [l, n, d]."""
-    return [t if documents is None else t.squeeze(0) for t in tokens_first(*tensors)]
 
 
 def _sequences(documents: Documents | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_upipe.kernels.conventions import window_sizes
 from megatron_upipe.kernels.flash_attn import FlashAttention
 
 _PLAIN = dict(dropout_p=0.0, softcap=0.0, alibi_slopes=None)
@@ -23,14 +24,17 @@ class FlashAttn2Kernel(FlashAttention):
     install = "pip install 'flash-attn>=2.7' --no-build-isolation"
     architectures = range(8, 100)
 
-    def forward_arguments(self, causal: bool, left: int, documents: dict[str, Any]) -> dict[str, Any]:
-        return dict(return_softmax=False, **_masks(causal, left), **documents, **_PLAIN)
+    def forward_arguments(self, causal: bool, left: int | None, documents: dict[str, Any]) -> dict[str, Any]:
+        return dict(return_softmax=False, causal=causal, **window_sizes(causal, left), **documents, **_PLAIN)
 
     def backward_arguments(
-        self, causal: bool, left: int, documents: dict[str, Any], lse: Tensor, deterministic: bool
+        self, causal: bool, left: int | None, documents: dict[str, Any], lse: Tensor, deterministic: bool
     ) -> dict[str, Any]:
-        return dict(softmax_lse=lse, deterministic=deterministic, **_masks(causal, left), **documents, **_PLAIN)
-
-
-def _masks(causal: bool, left: int) -> dict[str, Any]:
-    return dict(causal=causal, window_size_left=left, window_size_right=0 if causal and left >= 0 else -1)
+        return dict(
+            softmax_lse=lse,
+            deterministic=deterministic,
+            causal=causal,
+            **window_sizes(causal, left),
+            **documents,
+            **_PLAIN,
+        )

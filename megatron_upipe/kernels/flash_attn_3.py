@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_upipe.kernels.conventions import window_sizes
 from megatron_upipe.kernels.flash_attn import FlashAttention
 
 
@@ -20,15 +21,11 @@ class FlashAttn3Kernel(FlashAttention):
     install = "build it from hopper/ of the flash-attention repository"
     architectures = range(9, 10)
 
-    def forward_arguments(self, causal: bool, left: int, documents: dict[str, Any]) -> dict[str, Any]:
-        return dict(causal=causal, **_window(causal, left), **documents)
+    def forward_arguments(self, causal: bool, left: int | None, documents: dict[str, Any]) -> dict[str, Any]:
+        return dict(causal=causal, **window_sizes(causal, left), **documents)
 
     def backward_arguments(
-        self, causal: bool, left: int, documents: dict[str, Any], lse: Tensor, deterministic: bool
+        self, causal: bool, left: int | None, documents: dict[str, Any], lse: Tensor, deterministic: bool
     ) -> dict[str, Any]:
         common = dict(softmax_lse=lse, is_causal=causal, deterministic=deterministic)
-        return {**common, **_window(causal, left), **documents}
-
-
-def _window(causal: bool, left: int) -> dict[str, Any]:
-    return dict(window_size_left=left, window_size_right=0 if causal and left >= 0 else -1)
+        return {**common, **window_sizes(causal, left), **documents}

@@ -22,16 +22,16 @@ class FlashAttn4Kernel(FlashAttention):
     architectures = range(9, 13)
     largest_head = 128
 
-    def forward_arguments(self, causal: bool, left: int, documents: dict[str, Any]) -> dict[str, Any]:
+    def forward_arguments(self, causal: bool, left: int | None, documents: dict[str, Any]) -> dict[str, Any]:
         return dict(causal=causal, return_lse=True, **_window(causal, left), **documents)
 
     def backward_arguments(
-        self, causal: bool, left: int, documents: dict[str, Any], lse: Tensor, deterministic: bool
+        self, causal: bool, left: int | None, documents: dict[str, Any], lse: Tensor, deterministic: bool
     ) -> dict[str, Any]:
         return dict(causal=causal, lse=lse, deterministic=deterministic, **_window(causal, left), **documents)
 
 
-def _window(causal: bool, left: int) -> dict[str, Any]:
-    if left < 0:
+def _window(causal: bool, left: int | None) -> dict[str, Any]:
+    if left is None:
         return {}
     return dict(window_size_left=left, window_size_right=0 if causal else None)

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.kernels.conventions import fp32_dq_bytes, imported, refuses_on_gpu, tokens_first
+from megatron_upipe.kernels.conventions import (
+    fp32_dq_bytes,
+    from_package,
+    imported,
+    refuses_on_gpu,
+    to_package,
+)
 from megatron_upipe.kernels.protocol import Documents
 from megatron_upipe.precision.te_package import refuses_te
 
@@ -96,14 +102,8 @@ def fused_backward(
 
 
 def contiguous(documents: Documents | None, *tensors: Tensor) -> list[Tensor]:
-    """[b, n, l, d] -> [b, l, n, d], packed [l, n, d], in memory: the functions read no strides."""
-    tensors = [t.contiguous() for t in tokens_first(*tensors)]
-    return tensors if documents is None else [t.squeeze(0) for t in tensors]
-
-
-def heads_first(documents: Documents | None, *tensors: Tensor) -> list[Tensor]:
-    """Views as ``protocol.Kernel`` has them."""
-    return tokens_first(*(tensors if documents is None else [t.unsqueeze(0) for t in tensors]))
+    """``to_package`` in memory: the functions read no strides."""
+    return [t.contiguous() for t in to_package(documents, *tensors)]
 
 
 def _format(documents: Documents | None) -> str:
@@ -180,7 +180,7 @@ class TransformerEngineKernel:
     ) -> tuple[Tensor, Tensor]:
         q, k, v = contiguous(documents, q, k, v)
         out, lse = fused_forward((q, k, v), (q, k, v), "F16_arbitrary_seqlen", causal, scale, documents)
-        return heads_first(documents, out)[0], lse
+        return from_package(documents, out)[0], lse
 
     def backward(
         self,
@@ -198,7 +198,7 @@ class TransformerEngineKernel:
         dout, q, k, v, out = contiguous(documents, dout, q, k, v, out)
         how = ("F16_arbitrary_seqlen", causal, scale, documents)
         gradients = fused_backward(dout, (q, k, v), out, lse, k, *how, deterministic=self.deterministic)
-        return tuple(heads_first(documents, *gradients))
+        return tuple(from_package(documents, *gradients))
 
     def workspace_bytes(self, batch: int, heads: int, tokens: int, head_dim: int) -> int:
         return fp32_dq_bytes(batch, heads, tokens, head_dim)

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_upipe.kernels.conventions import fp32_dq_bytes, refuses_on_gpu, tokens_first
+from megatron_upipe.kernels.conventions import (
+    fp32_dq_bytes,
+    from_package,
+    refuses_on_gpu,
+    to_package,
+    window_sizes,
+)
 from megatron_upipe.kernels.protocol import Documents
 
 _OPS = torch.ops.aten
@@ -38,11 +44,13 @@ class TorchFlashKernel:
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         if left is not None or documents is not None:
-            q, k, v = _inputs(documents, q, k, v)
+            q, k, v = to_package(documents, q, k, v)
             out, lse, *_ = _OPS._flash_attention_forward(
-                *(q, k, v, *_sequences(documents, q, k), 0.0, causal, False), scale=scale, **_window(causal, left)
+                *(q, k, v, *_sequences(documents, q, k), 0.0, causal, False),
+                scale=scale,
+                **window_sizes(causal, left),
             )
-            return _outputs(documents, out)[0], lse if documents is None else lse.unsqueeze(0)
+            return from_package(documents, out)[0], lse if documents is None else lse.unsqueeze(0)
         out, lse, *_ = _OPS._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
@@ -61,13 +69,15 @@ class TorchFlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
         if left is not None or documents is not None:
-            dout, q, k, v, out = _inputs(documents, dout, q, k, v, out)
+            dout, q, k, v, out = to_package(documents, dout, q, k, v, out)
             lse = (lse if documents is None else lse.squeeze(0)).contiguous()
             sequences = _sequences(documents, q, k)
             gradients = _OPS._flash_attention_backward(
-                *(dout, q, k, v, out, lse, *sequences, 0.0, causal, state, state), scale=scale, **_window(causal, left)
+                *(dout, q, k, v, out, lse, *sequences, 0.0, causal, state, state),
+                scale=scale,
+                **window_sizes(causal, left),
             )
-            return tuple(_outputs(documents, *gradients))
+            return tuple(from_package(documents, *gradients))
         # None is an undefined tensor: a defined list of sequence lengths, even an empty one, means packed documents
         sequences = (None, None, q.shape[2], k.shape[2])
         return _OPS._scaled_dot_product_flash_attention_backward(
@@ -78,21 +88,9 @@ class TorchFlashKernel:
         return fp32_dq_bytes(batch, heads, tokens, head_dim)
 
 
-def _inputs(documents: Documents | None, *tensors: Tensor) -> list[Tensor]:
-    return [t if documents is None else t.squeeze(0) for t in tokens_first(*tensors)]
-
-
-def _outputs(documents: Documents | None, *tensors: Tensor) -> list[Tensor]:
-    return tokens_first(*(t if documents is None else t.unsqueeze(0) for t in tensors))
-
-
 def _sequences(documents: Documents | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
     """Cumulative and longest lengths; None is an undefined tensor."""
     if documents is None:
         return None, None, q.shape[1], k.shape[1]
     lengths = max(documents.queries), max(documents.keys)
     return documents.cumulative_queries, documents.cumulative_keys, *lengths
-
-
-def _window(causal: bool, left: int | None) -> dict[str, int]:
-    return {} if left is None else dict(window_size_left=left, window_size_right=0 if causal else -1)
