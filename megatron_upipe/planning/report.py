@@ -115,7 +115,8 @@ def _simulated(scenario: Scenario, whole: bool) -> Report:
     ]
     if scenario.documents is not None:
         assumptions.append(
-            "packed documents: every rank holds as many tokens; attention is that of the rank with the most of it"
+            "packed documents: every rank holds as many tokens; memory is that of the last or first ring rank, whichever "
+            "needs more, attention that of the rank with the most of it"
         )
     if stages > 1:
         assumptions.append(f"{stages} micro-batches, all in flight in the first stage, which decides")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -60,14 +60,40 @@ class Step:
 
 
 def simulate_step(scenario: Scenario, layers: int) -> Step:
-    """Runs ``layers`` layers with embedding and loss. Not to be called where torch.distributed is in use."""
-    with _fake_ranks(scenario) as store, _fake_mode():
+    """Runs ``layers`` layers with embedding and loss. Not to be called where torch.distributed is in use.
+
+    As the last rank; with packed documents in a ring as the first, too, which gathers queries where the last gathers
+    keys: the larger peaks count.
+    """
+    last = _simulate(scenario, layers, scenario.gpus - 1)
+    if scenario.documents is None or scenario.sizes[1] == 1:
+        return last
+    first = _simulate(scenario, layers, 0)
+    more = {maker for maker, peak in first.peaks.items() if peak > last.peaks.get(maker, 0)}
+    return replace(
+        last,
+        peaks=last.peaks | {maker: first.peaks[maker] for maker in more},
+        at_peaks=last.at_peaks | {maker: first.at_peaks[maker] for maker in more},
+        sent={kind: max(last.sent.get(kind, 0), first.sent.get(kind, 0)) for kind in last.sent | first.sent},
+        attention_forward_flops=max(last.attention_forward_flops, first.attention_forward_flops),
+        attention_backward_flops=max(last.attention_backward_flops, first.attention_backward_flops),
+        timeline=max(last.timeline, first.timeline, key=lambda line: max(line, default=0)),
+    )
+
+
+def _simulate(scenario: Scenario, layers: int, rank: int) -> Step:
+    with _fake_ranks(scenario, rank) as store, _fake_mode():
         runs = Runs()
         model = build_model(scenario, layers, SimulatedKernel(_kernel(scenario), runs))
         segments = scenario.segments
         ledger = run_step(model, scenario.local_tokens, None if scenario.documents is None else segments)
-        # the last rank is not always the one with the most attention, which the others wait for
-        busiest = most_pairs(segments) / (pairs_of_rank(segments, scenario.sizes[1] - 1) or math.inf)
+        # this is not always the rank with the most attention, which the others wait for
+        ring_rank = (
+            rank
+            % (scenario.context_parallel * scenario.tensor_parallel)
+            // (scenario.tensor_parallel * scenario.sizes[0])
+        )
+        busiest = most_pairs(segments) / (pairs_of_rank(segments, ring_rank) or math.inf)
         ledger.collectives.pop(RECEIVED, None)
         received = ledger.sent.pop(RECEIVED, 0)
         if received:  # links work both ways at once: the busier way counts
@@ -145,8 +171,8 @@ def _fake_mode() -> FakeTensorMode:
 
 
 @contextmanager
-def _fake_ranks(scenario: Scenario) -> Iterator[Any]:
-    """Megatron's groups as the last rank has them, the CPU stand-in, and an empty host store."""
+def _fake_ranks(scenario: Scenario, rank: int) -> Iterator[Any]:
+    """Megatron's groups as ``rank`` has them, the CPU stand-in, and an empty host store."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -159,7 +185,7 @@ def _fake_ranks(scenario: Scenario) -> Iterator[Any]:
         cpu.install(quiet=True)
     registry.install(_OWNER, replacements())
     host_store.cache_clear()
-    dist.init_process_group("fake", store=FakeStore(), rank=scenario.gpus - 1, world_size=scenario.gpus)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=scenario.gpus)
     try:
         p, r = scenario.sizes
         parallel_state.initialize_model_parallel(

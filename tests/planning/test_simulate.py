@@ -82,9 +82,11 @@ def _real(rank, changes, layers, wanted):
 def test_peak_is_that_of_real_ranks(workers, name):
     step = simulate_step(scenario(**POLICIES[name]), 3)
     wanted = max(step.peaks.values())
-    for peak, host in workers.run(4, _real, POLICIES[name], 3, wanted):
-        assert host == step.host
-        assert abs(peak / wanted - 1) < 0.02, (peak, wanted)
+    peaks, hosts = zip(*workers.run(4, _real, POLICIES[name], 3, wanted), strict=True)
+    assert set(hosts) == {step.host}
+    assert abs(max(peaks) / wanted - 1) < 0.02, (peaks, wanted)
+    if "documents" not in POLICIES[name]:  # else the first ring ranks gather more than the last
+        assert abs(min(peaks) / wanted - 1) < 0.02, (peaks, wanted)
 
 
 @pytest.mark.parametrize(
