@@ -115,7 +115,7 @@ def _simulated(scenario: Scenario, whole: bool) -> Report:
     ]
     if scenario.documents is not None:
         assumptions.append(
-            "packed documents: every rank holds as many tokens; memory is that of the last or first ring rank, whichever "
+            "packed documents: every rank holds as many tokens; memory is that of the last or first ring rank, if that "
             "needs more, attention that of the rank with the most of it"
         )
     if stages > 1:
