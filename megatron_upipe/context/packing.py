@@ -33,7 +33,10 @@ def exchange_order(segments: Segments, ring_rank: int, device: torch.device) -> 
 
 
 def positions_in_documents(segments: Segments, rank: int, device: torch.device) -> Tensor:
-    """int64 [s]: of the tokens of context-parallel rank ``rank``, counted from where their documents begin."""
+    """int64 [s]: of the tokens of context-parallel rank ``rank``, counted from where their documents begin.
+
+    In padding behind a document it goes on counting.
+    """
 
     def make() -> Tensor:
         positions = numbers(segments.shard(rank), torch.device("cpu"))

@@ -7,7 +7,6 @@ in attention order (rising positions).
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -101,10 +100,6 @@ class Segments:
                 found.setdefault(each, []).append(Run(run.row + start - run.position, start, stop - start))
                 each += 1
         return found
-
-    def position_in_document(self, position: int) -> int:
-        """Counted from where the token's document begins; padding goes on counting."""
-        return position - self.starts[bisect_right(self.starts, position) - 1]
 
 
 @lru_cache(maxsize=16)

@@ -181,5 +181,9 @@ def test_lengths_that_fit():
     for per_document in (True, False):
         segments = packed_segments(LAYOUT, 16, **GOOD, per_document=per_document)
         assert segments.documents == ((0, 5), (8, 10)) and segments.length == 16
-        assert [segments.position_in_document(i) for i in (0, 7, 8, 11, 12, 15)] == [0, 7, 0, 3, 0, 3]
+        found = {}
+        for rank in range(2):
+            held = [i for half in segments.shard(rank) for i in half]
+            found |= dict(zip(held, positions_in_documents(segments, rank, CPU).tolist(), strict=True))
+        assert [found[i] for i in (0, 7, 8, 11, 12, 15)] == [0, 7, 0, 3, 0, 3]
     assert packed_segments(LAYOUT, 16, [0, 7, 12], [0, 7, 12], per_document=False).documents[1] == (7, 12)
