@@ -15,15 +15,14 @@ import argparse
 import json
 import statistics
 import time
-from itertools import accumulate
 
 import torch
 
 from megatron_upipe.context.layout import SequenceLayout
-from megatron_upipe.context.pieces import RingMask
+from megatron_upipe.context.pieces import RingMask, count
 from megatron_upipe.context.ring import ring_backward, ring_forward
-from megatron_upipe.context.segments import Segments, one_document, packed_segments
 from megatron_upipe.kernels.select import select_kernel
+from megatron_upipe.planning.documents import seen_pairs, segments_of
 
 ALONE = SequenceLayout(1, 1)
 
@@ -39,22 +38,21 @@ def cases(tokens: int, window: int) -> dict[str, tuple[list[int], int | None]]:
     return found
 
 
-def segments_of(layout: SequenceLayout, lengths: list[int]) -> Segments:
-    cumulative = [0, *accumulate(lengths)]
-    return packed_segments(layout, cumulative[-1], cumulative, cumulative, per_document=False)
+def mask_of(layout: SequenceLayout, lengths: list[int], window: int | None) -> RingMask:
+    return RingMask(segments_of(lengths, layout, sum(lengths), per_document=False), causal=True, window=window)
 
 
 def pairs(lengths: list[int], window: int | None) -> float:
     """Visible pairs of a query and a key."""
-    return sum(n * n / 2 if window is None or window >= n else n * n / 2 - (n - window) ** 2 / 2 for n in lengths)
+    return sum(seen_pairs(n, n, True, window) for n in lengths)
 
 
 def sent_rows(lengths: list[int], window: int | None, ring: int) -> float:
     """Rows of keys and values that a ring rank sends on average in forward."""
-    mask = RingMask(segments_of(SequenceLayout(1, ring), lengths), causal=True, window=window)
+    mask = mask_of(SequenceLayout(1, ring), lengths, window)
     steps = [mask.step(rank, source) for rank in range(ring) for source in range(ring) if rank != source]
-    seen = [(step.sent_whole, sum(rows.stop - rows.start for rows in step.seen)) for step in steps if step is not None]
-    return sum(mask.segments.ring_length if whole else rows for whole, rows in seen) / ring
+    length = mask.segments.ring_length
+    return sum(length if step.sent_whole else count(step.seen) for step in steps if step is not None) / ring
 
 
 def main() -> None:
@@ -87,10 +85,10 @@ def main() -> None:
         _synchronize(device)
         return time.perf_counter() - start
 
-    whole = RingMask(one_document(ALONE, args.tokens), causal=True)
+    whole = mask_of(ALONE, [args.tokens], None)
     rows = {}
     for name, (lengths, window) in cases(args.tokens, args.window).items():
-        mask = RingMask(segments_of(ALONE, lengths), causal=True, window=window)
+        mask = mask_of(ALONE, lengths, window)
         seconds(whole), seconds(mask)  # warm-up
         ratios = []
         for _ in range(args.repeats):

@@ -41,14 +41,14 @@ def angles_of_documents(table: Tensor, segments: Segments, rank: int) -> Tensor:
     Padding behind the table has the table's last angle. Kept with the segments and shared: not to be written to. Raises
     UPipeError where a document is longer than the table.
     """
-    longest = max((stop - start for start, stop in segments.documents), default=0)
-    if longest > table.shape[0]:
-        raise UPipeError(
-            f"packed_seq_params.max_seqlen_q {table.shape[0]} is less than the longest document, of {longest} tokens; "
-            "give its length"
-        )
 
     def make() -> Tensor:
+        longest = max((stop - start for start, stop in segments.documents), default=0)
+        if longest > table.shape[0]:
+            raise UPipeError(
+                f"packed_seq_params.max_seqlen_q {table.shape[0]} is less than the longest document, of {longest} "
+                "tokens; give its length"
+            )
         positions = positions_in_documents(segments, rank, table.device)
         return table[positions.clamp(max=table.shape[0] - 1)]
 

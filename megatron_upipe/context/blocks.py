@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_upipe.context.merge import accumulation_dtype, merge_
-from megatron_upipe.context.pieces import Group, RingMask, Rows, Step
+from megatron_upipe.context.pieces import Group, RingMask, Rows, Step, count
 from megatron_upipe.kernels.protocol import Documents, Kernel
 
 Place = slice | Tensor
@@ -24,13 +24,12 @@ class Blocks:
 
     def forward(self, step: Step, q: Tensor, kv: Tensor, total: AttentionSum) -> None:
         """Adds the attention of ``q`` [b, m, L, d] to the step's keys and values ``kv`` [b, 2c, l, d]."""
-        for calls in self._calls(step, q):
-            for queries, keys, mask in calls:
-                k, v = take(kv, keys).chunk(2, dim=1)
-                out, lse = self._kernel.forward(take(q, queries), k, v, *mask)
-                del k, v
-                total.add(queries, out, lse)
-                del out, lse
+        for queries, keys, mask in self._calls(step, q):
+            k, v = take(kv, keys).chunk(2, dim=1)
+            out, lse = self._kernel.forward(take(q, queries), k, v, *mask)
+            del k, v
+            total.add(queries, out, lse)
+            del out, lse
 
     def backward(
         self,
@@ -41,36 +40,33 @@ class Blocks:
     ) -> None:
         """Adds to ``sums``: dq, dk and dv. ``tensors`` are dout, q, out, lse."""
         dq, dk, dv = sums
-        for calls in self._calls(step, tensors[1]):
-            for queries, keys, mask in calls:
-                k, v = take(kv, keys).chunk(2, dim=1)
-                dout, q, out, lse = (take(t, queries) for t in tensors)
-                block_dq, block_dk, block_dv = self._kernel.backward(dout, q, k, v, out, lse, *mask)
-                del dout, q, out, lse, k, v
-                for total, rows, gradient in ((dq, queries, block_dq), (dk, keys, block_dk), (dv, keys, block_dv)):
-                    total.add(rows, gradient)
-                del block_dq, block_dk, block_dv, gradient
+        for queries, keys, mask in self._calls(step, tensors[1]):
+            k, v = take(kv, keys).chunk(2, dim=1)
+            dout, q, out, lse = (take(t, queries) for t in tensors)
+            block_dq, block_dk, block_dv = self._kernel.backward(dout, q, k, v, out, lse, *mask)
+            del dout, q, out, lse, k, v
+            for total, rows, gradient in ((dq, queries, block_dq), (dk, keys, block_dk), (dv, keys, block_dv)):
+                total.add(rows, gradient)
+            del block_dq, block_dk, block_dv, gradient
 
-    def _calls(self, step: Step, like: Tensor) -> list[list[tuple[Place, Place, tuple]]]:
-        """For each group the calls that do it: one, or one for each piece where the kernel takes no documents."""
+    def _calls(self, step: Step, like: Tensor) -> list[tuple[Place, Place, tuple]]:
+        """One for each group, or for each of its pieces where it is one or the micro-batch is not."""
         batch, device = like.shape[0], like.device
         key = ("calls", id(step), batch > 1, device, self._scale)  # steps are remembered, too
         return self._mask.segments.remembered(
-            key, lambda: [list(self._group_calls(group, batch, device)) for group in step.groups]
+            key, lambda: [call for group in step.groups for call in self._group_calls(group, batch, device)]
         )
 
     def _group_calls(self, group: Group, batch: int, device: torch.device) -> Iterator[tuple]:
-        mask, window = (group.causal, self._scale), (group.left,)
-        pieces = group.pieces
+        mask, pieces = (group.causal, self._scale), group.pieces
         if batch > 1 or len(pieces) == 1:
-            if group.left is not None:  # FP8 kernels know no windows
-                mask += window
+            window = () if group.left is None else (group.left,)  # FP8 kernels know none
             for piece in pieces:
-                yield slice(*piece.queries), slice(*piece.keys), mask
+                yield slice(*piece.queries), slice(*piece.keys), mask + window
             return
         queries, keys = ([piece[i] for piece in pieces] for i in range(2))
         documents = Documents.of([b - a for a, b in queries], [b - a for a, b in keys], device)
-        yield place(queries, device), place(keys, device), (*mask, *window, documents)
+        yield place(queries, device), place(keys, device), (*mask, group.left, documents)
 
 
 class AttentionSum:
@@ -135,10 +131,9 @@ class GradientSum:
         """Owned by the caller."""
         return self._zeros() if self._sum is None else self._sum
 
-    def like(self, rows: Sequence[Rows]) -> Tensor:
+    def room(self, rows: Sequence[Rows]) -> Tensor:
         """Memory for a gradient of ``rows``."""
-        b, n, _, d = self._tensor.shape
-        return self._tensor.new_empty(b, n, sum(one.stop - one.start for one in rows), d, dtype=self._dtype)
+        return room(self._tensor, rows, self._dtype)
 
     def _zeros(self) -> Tensor:
         return self._tensor.new_zeros(self._tensor.shape, dtype=self._dtype)
@@ -156,13 +151,19 @@ def numbers(ranges: Sequence[Rows | range], device: torch.device) -> Tensor:
     starts = torch.tensor([r.start for r in ranges], dtype=torch.int64)
     lengths = torch.tensor([r.stop for r in ranges], dtype=torch.int64) - starts
     before = torch.cumsum(lengths, 0) - lengths
-    total = sum(r.stop - r.start for r in ranges)  # known without the tensors, which may have no data
+    total = count(ranges)  # known without the tensors, which may have no data
     return (torch.repeat_interleave(starts - before, lengths, output_size=total) + torch.arange(total)).to(device)
 
 
 def take(tensor: Tensor, rows: Place) -> Tensor:
     """Rows of axis 2: a view of a slice, a copy of numbered ones."""
     return tensor[:, :, rows] if isinstance(rows, slice) else tensor.index_select(2, rows)
+
+
+def room(tensor: Tensor, rows: Sequence[Rows], dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for ``rows`` of axis 2 of a tensor [b, n, l, d], in its or another dtype."""
+    b, n, _, d = tensor.shape
+    return tensor.new_empty(b, n, count(rows), d, dtype=dtype)
 
 
 def put(tensor: Tensor, rows: Place, values: Tensor) -> None:
@@ -174,4 +175,4 @@ def put(tensor: Tensor, rows: Place, values: Tensor) -> None:
 
 
 def whole(rows: Place, length: int) -> bool:
-    return isinstance(rows, slice) and (rows.start or 0) == 0 and rows.stop == length
+    return isinstance(rows, slice) and (rows.start, rows.stop) == (0, length)

@@ -29,6 +29,11 @@ class Rows(NamedTuple):
     stop: int
 
 
+def count(rows: Sequence[Rows]) -> int:
+    """How many rows that is."""
+    return sum(one.stop - one.start for one in rows)
+
+
 class Piece(NamedTuple):
     """``queries`` x ``keys``, rows of the two ring ranks.
 
@@ -69,7 +74,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RingMask:
-    """Who sees what in a packed sequence; ``window`` in tokens before the query's own, None: all."""
+    """Who sees what in a packed sequence; ``window`` (causal only) in tokens before the query's own, None: all."""
 
     segments: Segments
     causal: bool
@@ -111,7 +116,8 @@ class RingMask:
 
     def _pieces(self, queries: list[Run], keys: list[Run], own: bool) -> Iterator[Piece]:
         if not self.causal or (own and self._reaches(queries[-1], keys[0])):
-            yield Piece(_rows(queries), _rows(keys), self.causal, self._left(own))
+            # a window may be too wide to matter here, but one mask for all documents is one group
+            yield Piece(_rows(queries), _rows(keys), self.causal, self.window)
         elif self._reaches(queries[-1], keys[0]):
             yield from _earlier(queries, keys)
         else:
@@ -121,10 +127,6 @@ class RingMask:
                         yield Piece(_rows([query]), _rows([key]), True, self.window)
                     elif key.stop <= query.position:
                         yield from self._band(query, key)
-
-    def _left(self, own: bool) -> int | None:
-        """The window of a square as a whole: too wide to matter, but one mask for all documents is one group."""
-        return self.window if own and self.causal else None
 
     def _reaches(self, query: Run, key: Run) -> bool:
         """Whether the last query sees the first key, time apart."""

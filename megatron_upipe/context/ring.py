@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_upipe.context.blocks import AttentionSum, Blocks, GradientSum, Place, place, take
+from megatron_upipe.context.blocks import AttentionSum, Blocks, GradientSum, Place, place, room, take
 from megatron_upipe.context.merge import MOST_IN_LOW_PRECISION, accumulation_dtype
 from megatron_upipe.context.pieces import RingMask, Rows, Step
 from megatron_upipe.kernels.protocol import Kernel
@@ -66,11 +66,17 @@ class _Ring:
 
     def step(self, i: int) -> Step | None:
         """What this rank does in step i, with keys of the rank i before it."""
-        return self._mask.step(self._rank, (self._rank - i) % self.size)
+        before, _ = self._peers(i)
+        return self._mask.step(self._rank, before)
 
     def _mirrored(self, i: int) -> Step | None:
         """What the rank i behind this one does in step i, with keys of this one."""
-        return self._mask.step((self._rank + i) % self.size, self._rank)
+        _, behind = self._peers(i)
+        return self._mask.step(behind, self._rank)
+
+    def _peers(self, i: int) -> tuple[int, int]:
+        """The ranks i before and behind this one."""
+        return (self._rank - i) % self.size, (self._rank + i) % self.size
 
     def place(self, step: Step, like: Tensor) -> Place:
         """The rows that are seen in a step."""
@@ -88,15 +94,15 @@ class _Ring:
         mine, theirs = self.step(i), self._mirrored(i)
         sent = [] if theirs is None else [kv if theirs.sent_whole else take(kv, self.place(theirs, kv)).contiguous()]
         whole = (Rows(0, kv.shape[2]),)
-        received = [] if mine is None else [_empty(kv, whole if mine.sent_whole else mine.seen)]
-        before, behind = (self._rank - i) % self.size, (self._rank + i) % self.size
+        received = [] if mine is None else [room(kv, whole if mine.sent_whole else mine.seen)]
+        before, behind = self._peers(i)
         return Transfer(self._group, _KV_TAG, sent, behind, received, before)
 
     def bring_back(self, gradients: Sequence[Tensor], totals: Sequence[GradientSum], i: int) -> Callable[[], None]:
         """Sends dk and dv of step i to their owner; the returned call adds those of this rank's to ``totals``."""
         theirs = self._mirrored(i)
-        received = [] if theirs is None else [total.like(theirs.seen) for total in totals]
-        before, behind = (self._rank - i) % self.size, (self._rank + i) % self.size
+        received = [] if theirs is None else [total.room(theirs.seen) for total in totals]
+        before, behind = self._peers(i)
         sent = [gradient.contiguous() for gradient in gradients]
         transfer = Transfer(self._group, _GRADIENT_TAG, sent, before, received, behind)
 
@@ -167,8 +173,3 @@ def ring_backward(
             (kv,) = transfer.wait() or (None,)
     add_what_comes()
     return dq.result(), dk.result(), dv.result()
-
-
-def _empty(kv: Tensor, rows: Sequence[Rows]) -> Tensor:
-    b, heads, _, d = kv.shape
-    return kv.new_empty(b, heads, sum(one.stop - one.start for one in rows), d)

@@ -82,17 +82,14 @@ def simulate_step(scenario: Scenario, layers: int) -> Step:
 
 
 def _simulate(scenario: Scenario, layers: int, rank: int) -> Step:
+    """``rank``: the first or the last."""
     with _fake_ranks(scenario, rank) as store, _fake_mode():
         runs = Runs()
         model = build_model(scenario, layers, SimulatedKernel(_kernel(scenario), runs))
         segments = scenario.segments
         ledger = run_step(model, scenario.local_tokens, None if scenario.documents is None else segments)
         # this is not always the rank with the most attention, which the others wait for
-        ring_rank = (
-            rank
-            % (scenario.context_parallel * scenario.tensor_parallel)
-            // (scenario.tensor_parallel * scenario.sizes[0])
-        )
+        ring_rank = scenario.sizes[1] - 1 if rank else 0
         busiest = most_pairs(segments) / (pairs_of_rank(segments, ring_rank) or math.inf)
         ledger.collectives.pop(RECEIVED, None)
         received = ledger.sent.pop(RECEIVED, 0)
