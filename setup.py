@@ -27,7 +27,7 @@ setup(
     packages=find_packages(include=["megatron_upipe", "megatron_upipe.*"]),
     install_requires=[
         "torch>=2.6",
-        "megatron-core>=0.19,<0.20",
+        "megatron-core>=0.18,<0.20",
         "numpy",
         "packaging",
         "einops>=0.8",

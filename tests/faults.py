@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_upipe.attention import core, module
+from megatron_upipe.attention import core, module, tensor_parallel
 from megatron_upipe.attention.plan import AttentionParameters
 from megatron_upipe.context import blocks, exchange
 
@@ -75,11 +75,10 @@ def _read_weights_past_the_call(patch):
 def _forget_sequence_parallel_reduce(patch):
     """dx is cut into shards without the sum over the tensor-parallel group."""
 
-    def cut(self, gradient):
-        tp = self.pg_collection.tp
-        return gradient.chunk(tp.size())[tp.rank()].contiguous()
+    def cut(gradient, group):
+        return gradient.chunk(group.size())[group.rank()].contiguous()
 
-    patch.setattr(module.UPipeSelfAttention, "_reduce_scatter", cut)
+    patch.setattr(tensor_parallel, "reduce_scatter_to_sequence_parallel_region", cut)
 
 
 FAULTS = {

@@ -28,10 +28,7 @@ from megatron_upipe.context.segments import Segments
 class AttentionCall:
     """One forward call and its backward.
 
-    ``parameters`` asks the modules for them. ``gather`` makes an activation or dy whole along the sequence under
-    sequence parallelism, ``reduce`` sums what the linears of this rank made over the tensor-parallel group (and shards
-    it again): a gradient of x, or the result of the output projection. Both are collective over that group, identities
-    where there is none, and may write in place.
+    ``parameters`` asks the modules for them; ``gather`` and ``reduce`` as in ``TensorParallel``.
     """
 
     plan: AttentionPlan

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -28,6 +27,7 @@ from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, El
 from megatron_upipe.attention.rotary import angles_of_documents, exact_angles, exact_table
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.attention.sinks_module import SinksOnly
+from megatron_upipe.attention.tensor_parallel import tensor_parallel
 from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_model, check_parallelism
 from megatron_upipe.config import UPipeConfig
 from megatron_upipe.context.groups import ContextGroups, context_groups
@@ -175,13 +175,13 @@ class UPipeSelfAttention(SelfAttention):
         if self.recipe is not None:
             self._check_fp8_tokens(tokens, micro_batch)
         segments = self._segments(packed, tokens, micro_batch, hidden_states.device)
-        sequence_parallel = self.shards > 1
+        sums = tensor_parallel(self.pg_collection.tp, self.world_size, self.shards > 1)
         return AttentionCall(
             plan=self.plan,
             elementwise=self._elementwise(rotary_pos_emb, segments, hidden_states.device, packed is not None),
             parameters=self._attention_parameters,
-            gather=self._gather if sequence_parallel else _same,
-            reduce=self._reduce_scatter if sequence_parallel else self._reduce,
+            gather=sums.gather,
+            reduce=sums.reduce,
             segments=segments,
             tensor_parallel_size=self.world_size,
         )
@@ -282,13 +282,12 @@ class UPipeSelfAttention(SelfAttention):
         angles = self._angles(rotary_pos_emb, segments, device, packed)
         q_parameters, k_parameters = _parameters(self.q_layernorm), _parameters(self.k_layernorm)
         count = len(q_parameters)
+        scale = _yarn_get_concentration_factor_from_config(self.config)
 
         def rotate(t: Tensor, freqs: Tensor | None) -> Tensor:
             if freqs is None:
                 return t
-            return apply_rotary_pos_emb(
-                t, freqs, config=self.config, mscale=self._yarn_concentration_factor, cp_group=self.pg_collection.cp
-            )
+            return apply_rotary_pos_emb(t, freqs, config=self.config, mscale=scale, cp_group=self.pg_collection.cp)
 
         def query(t: Tensor, parameters: Sequence[Tensor] | None) -> Tensor:
             return rotate(apply_norm(self.q_layernorm, t, parameters and parameters[:count]), angles[0])
@@ -327,18 +326,6 @@ class UPipeSelfAttention(SelfAttention):
         """Settings of exact angles, head size, interleaved."""
         return self.upipe.rotary, self.hidden_size_per_attention_head, self.config.rotary_interleaved
 
-    def _gather(self, shard: Tensor) -> Tensor:
-        return gather_from_sequence_parallel_region(shard, group=self.pg_collection.tp)
-
-    def _reduce_scatter(self, gradient: Tensor) -> Tensor:
-        return reduce_scatter_to_sequence_parallel_region(gradient, group=self.pg_collection.tp)
-
-    def _reduce(self, gradient: Tensor) -> Tensor:
-        # in place; Megatron's own function returns a view, and a gradient with a view must not be written to later
-        if self.world_size > 1:
-            torch.distributed.all_reduce(gradient, group=self.pg_collection.tp)
-        return gradient
-
 
 def refuse_arguments(attention_mask: Tensor | None, inference: Any, given: dict[str, Any]) -> None:
     """Raises UPipeError for arguments of a forward call that UPipe with context parallelism cannot honour."""
@@ -359,10 +346,6 @@ def refuse_arguments(attention_mask: Tensor | None, inference: Any, given: dict[
 
 def _parameters(norm: torch.nn.Module | None) -> list[Tensor]:
     return [] if norm is None else list(norm.parameters())
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _context_groups(config: TransformerConfig, pg_collection: Any) -> ContextGroups:

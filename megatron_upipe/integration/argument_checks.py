@@ -15,8 +15,10 @@ from megatron_upipe.integration.upipe_spec import (
     LAYER_FLAGS,
     SPEC,
     UPIPE_FLAGS,
+    builds_hybrid,
     keep_attention,
     loss_tile_tokens,
+    masks_documents,
     say,
     upipe_config,
     wants_upipe,
@@ -40,6 +42,7 @@ def check_upipe(args: Namespace) -> None:
         raise UPipeError(
             "--heterogeneous-layers-config-path chooses the layers itself and would bypass --spec; leave one out"
         )
+    _check_hybrid(args)
     if args.num_attention_heads is None:  # Megatron says what is missing
         return
     check_parallelism(
@@ -68,7 +71,7 @@ def check_upipe(args: Namespace) -> None:
     _check_backend(args)
     packed = "--sft" if args.sft else "--dataloader-inter-document-masking"
     one_sequence = args.micro_batch_size in (None, 1) or args.pipeline_model_parallel_size == 1
-    if (args.sft or args.dataloader_inter_document_masking) and not one_sequence:
+    if (args.sft or masks_documents(args)) and not one_sequence:
         raise UPipeError(
             f"--micro-batch-size {args.micro_batch_size} with {packed} is one sequence in Megatron, which its pipeline "
             "stages do not expect; use 1, or --pipeline-model-parallel-size 1"
@@ -82,6 +85,32 @@ def check_upipe(args: Namespace) -> None:
     if args.create_attention_mask_in_dataloader:
         args.create_attention_mask_in_dataloader = False
         say("--no-create-attention-mask-in-dataloader set; UPipe masks by itself")
+
+
+def hybrid_pattern(args: Namespace) -> str | None:
+    """The layers of a hybrid model, one character each; None for GPT."""
+    return args.hybrid_layer_pattern or args.hybrid_override_pattern
+
+
+def _check_hybrid(args: Namespace) -> None:
+    """The spec must be of the kind of model that the script builds; Megatron fails far from the reason."""
+    pattern, shown = hybrid_pattern(args), "--spec " + " ".join(args.spec)
+    if pattern is None and builds_hybrid(args):
+        raise UPipeError(f"{shown} is for pretrain_hybrid.py with --hybrid-layer-pattern; use upipe_layer_spec for GPT")
+    if pattern is None:
+        return
+    if not builds_hybrid(args):
+        raise UPipeError(
+            f"--hybrid-layer-pattern {pattern} needs the spec of a hybrid stack, not {shown}; use {SPEC} "
+            "upipe_hybrid_stack_spec"
+        )
+    if "/" in pattern:
+        raise UPipeError(
+            f"--hybrid-layer-pattern {pattern} has multi-token prediction, which UPipe has not; the nearest is "
+            f"{pattern.partition('/')[0]}"
+        )
+    if "*" not in pattern:
+        raise UPipeError(f"--hybrid-layer-pattern {pattern} has no attention layer (*); leave --spec out")
 
 
 def _check_backend(args: Namespace) -> None:
@@ -125,7 +154,7 @@ def _check_fp8(args: Namespace) -> None:
     for flag, given in (
         ("--window-size", _has_window(args)),
         ("--sft", args.sft),
-        ("--dataloader-inter-document-masking", args.dataloader_inter_document_masking),
+        ("--dataloader-inter-document-masking", masks_documents(args)),
     ):
         if given and mode != "off":
             raise UPipeError(f"--upipe-fp8-attention {mode} does not work with {flag}; use --upipe-fp8-attention off")
@@ -144,10 +173,12 @@ def _check_memory_flags(args: Namespace) -> None:
                 "leave it out"
             )
     upipe_config(args)  # checks each value by itself
-    keep, layers = keep_attention(args), args.num_layers
+    pattern = hybrid_pattern(args)
+    keep, layers = keep_attention(args), pattern.count("*") if pattern is not None else args.num_layers
+    what = "layers" if pattern is None else "attention layers"
     if keep is not None and layers is not None and keep > layers:
         raise UPipeError(
-            f"--upipe-keep-attention {keep} is more than the {layers} layers; the most is {layers} (or all)"
+            f"--upipe-keep-attention {keep} is more than the {layers} {what}; the most is {layers} (or all)"
         )
     if layers is not None and (args.upipe_checkpoint_every or 1) > layers:
         raise UPipeError(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from megatron_upipe.config import FP8_ATTENTION_MODES, PREFETCH_MODES, ROPE_MODES, STORES
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
-from megatron_upipe.integration.argument_checks import check_upipe
+from megatron_upipe.integration.argument_checks import check_upipe, hybrid_pattern
 from megatron_upipe.integration.symbols import Replacement
 from megatron_upipe.integration.upipe_spec import SPEC, wants_upipe
 from megatron_upipe.kernels.select import AUTO, KERNELS
@@ -198,6 +198,12 @@ def check_flags(args: argparse.Namespace) -> None:
         if value not in (*allowed, None, False):
             shown = flag if value is True else f"{flag} {value}"
             raise UPipeError(f"{shown} needs a GPU; on a CPU {instead}")
+    missing = set(hybrid_pattern(args) or "") - set("*-E|/")
+    if missing:
+        raise UPipeError(
+            f"--hybrid-layer-pattern {hybrid_pattern(args)}: layers {''.join(sorted(missing))} need a GPU; on a CPU "
+            "there are * (attention), - (MLP) and E (experts)"
+        )
     if "layernorm" in (args.recompute_modules or []):
         raise UPipeError("--recompute-modules layernorm needs TransformerEngine; leave layernorm out on a CPU")
     if args.expert_model_parallel_size > 1 and args.moe_token_dispatcher_type == "alltoall":

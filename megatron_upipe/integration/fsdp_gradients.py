@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from megatron_upipe.layers.mlp_layer import UPipeMLPLayer
 from megatron_upipe.layers.transformer_layer import UPipeTransformerLayer
 from megatron_upipe.memory.host_need import gradients_wait
 
@@ -20,7 +21,7 @@ def share_gradients_early(model: list[Any]) -> None:
     for chunk in model:
         pipelines = [m.grad_reduce_pipeline for m in chunk.modules() if hasattr(m, "grad_reduce_pipeline")]
         for layer in chunk.modules():
-            if pipelines and isinstance(layer, UPipeTransformerLayer):
+            if pipelines and isinstance(layer, (UPipeMLPLayer, UPipeTransformerLayer)):
                 size = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
                 layer.before_backward = partial(_share, pipelines[0], size)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -16,24 +17,24 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import (
-    flatten_batch_for_packed_sequences,
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
-from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_upipe.errors import UPipeError
+from megatron_upipe.integration.upipe_spec import masks_documents
+from megatron_upipe.integration.versions import megatron_core_version
+
+if megatron_core_version().release < (0, 19):
+    from megatron_upipe.integration import gpt_entry_018 as this_megatron
+else:
+    from megatron_upipe.integration import gpt_entry_019 as this_megatron
 
 PACKED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *PACKED_KEYS)
@@ -79,26 +80,21 @@ def main() -> None:
         if getattr(args, attribute, None):
             raise UPipeError(f"{flag} is not in the built-in GPT entry; name pretrain_gpt.py of a Megatron-LM checkout")
     datasets_provider.is_distributed = True
-    pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        get_embedding_ranks=partial(embedding_ranks, args),
-    )
+    this_megatron.start(args, datasets_provider, forward_step, partial(embedding_ranks, args))
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple:
     """Train, validation and test datasets; collective over the world."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    known = {field.name for field in fields(GPTDatasetConfig)}  # 0.18 has fewer
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
         tokenizer=build_tokenizer(args),
-        **{option: getattr(args, attribute) for option, attribute in DATASET_OPTIONS.items()},
+        **{option: getattr(args, attribute) for option, attribute in DATASET_OPTIONS.items() if option in known},
     )
     kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, num_samples, partial(_reads_data, vp_stage), config).build()
@@ -131,9 +127,9 @@ def get_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, torch.
         batch = {key: sample[key].cuda(non_blocking=True) if key in sample else None for key in BATCH_KEYS}
         if inner:
             batch |= dict.fromkeys(set(BATCH_KEYS) - set(PACKED_KEYS))
-    batch = get_batch_on_this_tp_rank(
+    batch = this_megatron.share_with_tensor_ranks(
         batch,
-        has_cu_seqlens=is_packed(args),
+        packed=is_packed(args),
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -147,20 +143,16 @@ def get_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, torch.
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = flatten_batch_for_packed_sequences(batch)
     if inner:
         return batch
-    return get_batch_on_this_cp_rank(
-        batch,
-        is_hybrid_cp=False,
-        cp_group=mpu.get_context_parallel_group(),
-        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+    return this_megatron.take_context_shard(
+        batch, masks_documents(args) and not args.sft, mpu.get_context_parallel_group()
     )
 
 
 def is_packed(args: Namespace) -> bool:
     """Whether a sequence has several documents that do not see each other."""
-    return bool(args.sft or args.dataloader_inter_document_masking)
+    return bool(args.sft or masks_documents(args))
 
 
 def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:

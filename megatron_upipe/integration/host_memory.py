@@ -7,6 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_upipe.memory.host_need import (
     WaitingBytes,
@@ -28,6 +29,7 @@ def check_host_memory(args: Namespace, model: list[Any]) -> None:
 
 def host_store_bytes(args: Namespace, model: list[Any]) -> int:
     """What this rank's store will hold at most. Not collective."""
+    from megatron_upipe.layers.mlp_layer import UPipeMLPLayer
     from megatron_upipe.layers.transformer_layer import UPipeTransformerLayer
 
     chunks = []
@@ -35,7 +37,10 @@ def host_store_bytes(args: Namespace, model: list[Any]) -> int:
         layers = [m for m in chunk.modules() if isinstance(m, UPipeTransformerLayer)]
         keeps = [layer.keeps for layer in layers]
         every = args.upipe_checkpoint_every or 1
-        chunks.append(chunk_bytes(_layer_bytes(args, layers[0]), keeps, every) if layers else (0, 0))
+        waiting, more = chunk_bytes(_layer_bytes(args, layers[0]), keeps, every) if layers else (0, 0)
+        mlps = [m for m in chunk.modules() if isinstance(m, UPipeMLPLayer)]  # they keep their inputs
+        waiting += sum(_layer_bytes(args, layer).input for layer in mlps)
+        chunks.append((waiting, more))
     return store_bytes(chunks, *forward_order(args, len(model)))
 
 
@@ -51,13 +56,14 @@ def forward_order(args: Namespace, model_chunks: int) -> tuple[list[int], int]:
 
 
 def _layer_bytes(args: Namespace, layer: Any) -> WaitingBytes:
-    attention = layer.self_attention
+    attention, config = layer.self_attention, layer.config
+    attends = not isinstance(attention, IdentityOp)
     return waiting_bytes(
         tokens=args.seq_length // args.context_parallel_size,
         micro_batch=args.micro_batch_size,
         hidden=args.hidden_size,
-        heads=attention.num_attention_heads_per_partition,
-        head_dim=attention.hidden_size_per_attention_head,
-        shards=attention.shards,
+        heads=attention.num_attention_heads_per_partition if attends else 0,
+        head_dim=attention.hidden_size_per_attention_head if attends else 0,
+        shards=config.tensor_model_parallel_size if config.sequence_parallel else 1,
         itemsize=args.params_dtype.itemsize,
     )

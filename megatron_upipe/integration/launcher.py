@@ -83,8 +83,8 @@ def install(force_cpu: bool = False) -> None:
     """
     import torch
 
-    from megatron_upipe.integration import cpu, flags, gpt_model, metrics, packed_batch, startup, upipe_spec
-    from megatron_upipe.integration.symbols import registry
+    from megatron_upipe.integration import cpu, flags, language_models, metrics, packed_batch, startup, upipe_spec
+    from megatron_upipe.integration.symbols import for_this_megatron, registry
 
     if not force_cpu and not torch.cuda.is_available():
         if Path("/dev/nvidiactl").exists():
@@ -95,14 +95,16 @@ def install(force_cpu: bool = False) -> None:
         cpu.install()
     registry.install(
         OWNER,
-        [
-            *startup.replacements(),
-            *flags.replacements(),
-            *gpt_model.replacements(),
-            *metrics.replacements(),
-            *upipe_spec.replacements(),
-            *packed_batch.replacements(),
-        ],
+        for_this_megatron(
+            [
+                *startup.replacements(),
+                *flags.replacements(),
+                *language_models.replacements(),
+                *metrics.replacements(),
+                *upipe_spec.replacements(),
+                *packed_batch.replacements(),
+            ]
+        ),
     )
 
 

@@ -33,9 +33,7 @@ def partition_indices(
 
 
 def _partition(original: Callable) -> Callable:
-    def _get_batch_on_this_cp_rank_per_document_balancing(
-        batch: dict[str, Any], cp_group: torch.distributed.ProcessGroup
-    ) -> dict[str, Any]:
+    def partition(batch: dict[str, Any], cp_group: torch.distributed.ProcessGroup) -> dict[str, Any]:
         from megatron.training import get_args
 
         if not wants_upipe(get_args()) or cp_group.size() == 1:
@@ -46,14 +44,14 @@ def _partition(original: Callable) -> Callable:
         indices = partition_indices(cumulative[0], first.shape[1], cp_group.size(), cp_group.rank(), first.device)
         return batch | {key: tensor.index_select(1, indices) for key, tensor in given.items()}
 
-    return _get_batch_on_this_cp_rank_per_document_balancing
+    return partition
 
 
 def replacements() -> list[Replacement]:
+    why = "the per-document partition needs TransformerEngine and a GPU"
     return [
         Replacement(
-            "megatron.core.utils:_get_batch_on_this_cp_rank_per_document_balancing",
-            _partition,
-            "the per-document partition needs TransformerEngine and a GPU",
-        )
+            "megatron.core.utils:_get_batch_on_this_cp_rank_per_document_balancing", _partition, why, ">=0.19,<0.20"
+        ),
+        Replacement("megatron.core.utils:get_sft_batch_on_this_cp_rank", _partition, why, ">=0.18,<0.19"),
     ]

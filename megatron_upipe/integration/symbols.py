@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.integration.versions import MEGATRON_CORE, check_megatron_version
+from megatron_upipe.integration.versions import MEGATRON_CORE, check_megatron_version, megatron_core_version
 
 _MISSING = object()
 
@@ -30,6 +32,12 @@ class Replacement:
     why: str
     versions: str = str(MEGATRON_CORE)
     missing_ok: bool = False
+
+
+def for_this_megatron(replacements: list[Replacement]) -> list[Replacement]:
+    """Of ``replacements``, those written for the installed Megatron; the others name another version's symbols."""
+    version = megatron_core_version()
+    return [r for r in replacements if SpecifierSet(r.versions).contains(version, prereleases=True)]
 
 
 @dataclass

@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any
 
 from megatron_upipe.config import EXACT_ROPE_FROM, RotarySettings, UPipeConfig
@@ -43,11 +44,24 @@ def wants_upipe(args: Namespace) -> bool:
     """
     if not args.spec or len(args.spec) != 2:
         return False
-    module = sys.modules.get(args.spec[0]) or importlib.import_module(args.spec[0])
-    spec = vars(module).get(args.spec[1])
+    module, spec = _spec(args)
     if inspect.isfunction(spec):
         return any(_is_ours(value) for value in vars(module).values())
     return _has_upipe(spec)
+
+
+def builds_hybrid(args: Namespace) -> bool:
+    """Whether ``--spec`` is that of a hybrid stack."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+
+    kind = getattr(_spec(args)[1], "module", None)
+    return isinstance(kind, type) and issubclass(kind, HybridStack)
+
+
+def _spec(args: Namespace) -> tuple[ModuleType, Any]:
+    """The module of ``--spec``, and what its second word names there."""
+    module = sys.modules.get(args.spec[0]) or importlib.import_module(args.spec[0])
+    return module, vars(module).get(args.spec[1])
 
 
 def _is_ours(value: Any) -> bool:
@@ -64,6 +78,11 @@ def _has_upipe(spec: Any) -> bool:
     if is_dataclass(spec):
         return any(_has_upipe(getattr(spec, f.name)) for f in fields(spec))
     return False
+
+
+def masks_documents(args: Namespace) -> bool:
+    """Whether ``--dataloader-inter-document-masking`` is on; megatron-core 0.18 has no such flag."""
+    return getattr(args, "dataloader_inter_document_masking", False)
 
 
 def say(sentence: str) -> None:
@@ -118,14 +137,15 @@ def upipe_config(args: Namespace) -> UPipeConfig:
         rotary=rotary,
         keep_attention=keep_attention(args),
         loss_tile_tokens=loss_tile_tokens(args),
-        packed_layout="sequence" if args.dataloader_inter_document_masking and not args.sft else "document",
+        packed_layout="sequence" if masks_documents(args) and not args.sft else "document",
         **given,
     )
 
 
 def check_layers(args: Namespace, model: list) -> None:
-    """Raises UPipeError unless every self-attention is UPipe's, and every layer if flags are about them."""
+    """Raises UPipeError unless every self-attention is UPipe's, and every layer with one if flags are about them."""
     from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron_upipe.attention.module import UPipeSelfAttention
@@ -142,8 +162,9 @@ def check_layers(args: Namespace, model: list) -> None:
     given = [
         UPIPE_FLAGS[name] for name in LAYER_FLAGS if name not in ATTENTION_FLAGS and getattr(args, name) is not None
     ]
-    layers = [type(m).__name__ for chunk in model for m in chunk.modules() if isinstance(m, TransformerLayer)]
-    foreign = [kind for kind in layers if kind != UPipeTransformerLayer.__name__]
+    layers = [m for chunk in model for m in chunk.modules() if isinstance(m, TransformerLayer)]
+    attending = [type(m).__name__ for m in layers if not isinstance(m.self_attention, IdentityOp)]
+    foreign = [kind for kind in attending if kind != UPipeTransformerLayer.__name__]
     if given and foreign:
         raise UPipeError(f"{given[0]} needs UPipe's own layer, but the spec builds {foreign[0]}; leave the flag out")
 

@@ -7,7 +7,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_upipe.errors import UPipeError
 
-MEGATRON_CORE = SpecifierSet(">=0.19,<0.20")
+MEGATRON_CORE = SpecifierSet(">=0.18,<0.20")
 
 
 def megatron_core_version() -> Version:

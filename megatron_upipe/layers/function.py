@@ -8,10 +8,8 @@ else holds it, and then goes through attention.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +26,7 @@ from megatron_upipe.attention.plan import AttentionParameters
 from megatron_upipe.attention.projections import gate_output
 from megatron_upipe.context.merge import accumulation_dtype
 from megatron_upipe.layers.chain import Chain, Waiting
+from megatron_upipe.layers.holding import held_alone, holders
 from megatron_upipe.layers.tiles import Tiles
 from megatron_upipe.memory.host_store import HostStore
 
@@ -211,7 +210,7 @@ class UPipeLayerFunction(torch.autograd.Function):
         _, _, _, needs_x, *needs = ctx.needs_input_grad
         call.before_backward(dy.nbytes)
         # the same memory serves for the gradient of the hidden state, if this node alone holds it
-        alone = dy.is_contiguous() and _held_alone() == _holders(dy)
+        alone = dy.is_contiguous() and held_alone() == holders(dy)
         dhidden = dy if alone else dy.clone(memory_format=torch.contiguous_format)
         del dy
         x = waiting.input()
@@ -235,36 +234,3 @@ class UPipeLayerFunction(torch.autograd.Function):
         weights = (attention.qkv, attention.qkv_bias, attention.proj, attention.sinks)
         dx = dx if needs_x else None
         return None, None, None, dx, *dnorm, *weights, *attention.elementwise, dproj_bias, *dmlp
-
-
-def _holders(gradient: Tensor) -> tuple[int, int, int]:
-    """How often a gradient is held: autograd hands the same tensor to several nodes, which must not see it change."""
-    storage = gradient.untyped_storage()
-    return gradient._use_count(), sys.getrefcount(gradient), torch._C._storage_Use_Count(storage._cdata)
-
-
-class _Probe(torch.autograd.Function):
-    """For ``_held_alone``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, found: list) -> Tensor:
-        ctx.found = found
-        return x.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple:
-        ctx.found.append(_holders(dy))
-        return dy.clone(), None
-
-
-@cache
-def _held_alone() -> tuple[int, int, int] | None:
-    """What ``_holders`` says in the backward of a node that alone holds its gradient; None where it cannot be known."""
-    if not hasattr(Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):  # older torch
-        return None
-    found: list[tuple[int, int, int]] = []
-    with torch.enable_grad():
-        leaf = torch.ones(1, requires_grad=True)
-        torch.autograd.grad((_Probe.apply(leaf, found) * 2).sum(), leaf)
-    return found[0]

@@ -7,7 +7,7 @@ A dense MLP is written out here, tile by tile, each weight's gradient summed in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl
@@ -17,12 +17,19 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from megatron_upipe.attention.elementwise import ElementwiseGradient, apply_norm
-from megatron_upipe.attention.function import AttentionCall
 from megatron_upipe.attention.gradients import WeightGradient, flat
 from megatron_upipe.attention.linears import ReturnsParameters, parameters_of
 from megatron_upipe.context.merge import accumulation_dtype
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.precision.protocol import Operand, Weight
+from megatron_upipe.precision.protocol import Operand, Precision, Weight
+
+
+class Around(NamedTuple):
+    """What an MLP needs from the layer around it; ``gather`` and ``reduce`` as in ``TensorParallel``."""
+
+    precision: Precision
+    gather: Callable[[Tensor], Tensor]
+    reduce: Callable[[Tensor], Tensor]
 
 
 def is_dense(mlp: torch.nn.Module) -> bool:
@@ -63,12 +70,11 @@ def activation(mlp: MLP, intermediate: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class DenseForward:
-    """``layer._forward_mlp`` for a dense MLP, in one pass. ``attention`` lends its precision, gather and sum over the
-    tensor-parallel group, over which every call is collective."""
+    """``layer._forward_mlp`` for a dense MLP, in one pass. Collective over the tensor-parallel group."""
 
-    def __init__(self, layer: Any, attention: AttentionCall) -> None:
+    def __init__(self, layer: Any, around: Around) -> None:
         self._layer, self._mlp, self._norm = layer, layer.mlp, layer.pre_mlp_layernorm
-        self._attention, self._precision = attention, attention.plan.precision
+        self._around, self._precision = around, around.precision
         w1, self._b1 = parameters_of(self._mlp.linear_fc1, "linear_fc1")
         w2, self._b2 = parameters_of(self._mlp.linear_fc2, "linear_fc2")
         self._w1, self._w2 = Weight(w1, self._precision), Weight(w2, self._precision)
@@ -83,11 +89,11 @@ class DenseForward:
         del activated, x
         layer = self._layer
         add = layer.mlp_bda(layer.training, layer.config.bias_dropout_fusion)
-        return add((self._attention.reduce(out), self._b2), hidden, layer.hidden_dropout)
+        return add((self._around.reduce(out), self._b2), hidden, layer.hidden_dropout)
 
     def _intermediate(self, hidden: Tensor, backward: bool) -> tuple[Operand, Tensor]:
         """What ``linear_fc1`` reads and makes."""
-        normed = self._attention.gather(apply_norm(self._norm, hidden, None))
+        normed = self._around.gather(apply_norm(self._norm, hidden, None))
         x = self._precision.tokens(flat(normed), forward=True, backward=backward)
         return x, self._precision.product(x, self._w1.rows()).view(*normed.shape[:2], -1)
 
@@ -95,8 +101,8 @@ class DenseForward:
 class DenseBackward(DenseForward):
     """Gradients of it."""
 
-    def __init__(self, layer: Any, attention: AttentionCall, needs: list[bool], fuse: bool) -> None:
-        super().__init__(layer, attention)
+    def __init__(self, layer: Any, around: Around, needs: list[bool], fuse: bool) -> None:
+        super().__init__(layer, around)
         norm = list(self._norm.parameters())
         self._dnorm = ElementwiseGradient(norm, needs[: len(norm)])
         parameters = [self._w1.parameter, self._b1, self._w2.parameter, self._b2]
@@ -113,7 +119,7 @@ class DenseBackward(DenseForward):
         if db2 is not None:
             db2.add(_sum(dy))
         precision = self._precision
-        dout = precision.gradient(flat(self._attention.gather(dy)), backward=dw2 is not None)
+        dout = precision.gradient(flat(self._around.gather(dy)), backward=dw2 is not None)
         x, intermediate = self._intermediate(hidden, backward=dw1 is not None)
         intermediate.requires_grad_()
         with torch.enable_grad():
@@ -130,7 +136,7 @@ class DenseBackward(DenseForward):
         if dw1 is not None:
             dw1.add_product(precision, dintermediate, x)
         dnormed = precision.input_gradient(dintermediate, self._w1.rows(backward=True)).view(shape)
-        dnormed = self._attention.reduce(dnormed)
+        dnormed = self._around.reduce(dnormed)
         del dintermediate, x
         return self._dnorm.through(lambda t, p: apply_norm(self._norm, t, p), hidden, dnormed).add_(dy)
 

@@ -47,7 +47,10 @@ def replace_submodules(
     spec: TransformerLayerSubmodules,
     kinds: Linears = Linears(),  # noqa: B008
 ) -> TransformerLayerSubmodules:
-    """``spec`` with UPipe's self-attention, and its linears in a dense MLP. Raises UPipeError for other attentions."""
+    """``spec`` with UPipe's self-attention, and its linears in a dense MLP, where the layer has them.
+
+    Raises UPipeError for other attentions.
+    """
     attention = spec.self_attention
     kind = attention.module if isinstance(attention, ModuleSpec) else attention
     if kind is UPipeSelfAttention:
@@ -56,6 +59,17 @@ def replace_submodules(
     if cross is not IdentityOp:
         name = getattr(getattr(cross, "module", cross), "__name__", str(cross))
         raise UPipeError(f"{name} as cross-attention is not supported by UPipe; use decoder layers without it")
+    changed = {} if kind is IdentityOp else _attention_changes(spec, attention, kind, kinds)
+    changed |= _mlp_changes(spec, kinds)
+    keys = dict(spec.sharded_state_dict_keys_map)
+    if "input_layernorm" in changed:
+        keys |= _INPUT_NORM_KEYS
+    if "pre_mlp_layernorm" in changed:
+        keys |= _MLP_NORM_KEYS
+    return replace(spec, **changed, sharded_state_dict_keys_map=keys)
+
+
+def _attention_changes(spec: TransformerLayerSubmodules, attention: Any, kind: Any, kinds: Linears) -> dict[str, Any]:
     if kind is not SelfAttention or not isinstance(attention, ModuleSpec):
         name = getattr(kind, "__name__", str(kind))
         raise UPipeError(f"{name} is not supported by UPipe; use Megatron's SelfAttention (multi-head or grouped)")
@@ -67,23 +81,24 @@ def replace_submodules(
         metainfo=dict(attention.metainfo),
     )
     changes: dict[str, Any] = {"self_attention": upipe}
-    keys = dict(spec.sharded_state_dict_keys_map)
     if spec.input_layernorm is IdentityOp:
         changes["input_layernorm"] = _fused_norm(attention.submodules.linear_qkv, "linear_qkv")
-        keys |= _INPUT_NORM_KEYS
-    dense = _dense_mlp(spec.mlp)
-    if dense is not None:
-        linears = {"linear_fc1": kinds.column, "linear_fc2": kinds.row}
-        changes["mlp"] = partial(
-            MLP.as_mlp_submodule, **{**dense, "submodules": replace(dense["submodules"], **linears)}
-        )
-        if spec.pre_mlp_layernorm is IdentityOp:
-            changes["pre_mlp_layernorm"] = _fused_norm(dense["submodules"].linear_fc1, "linear_fc1")
-            keys |= _MLP_NORM_KEYS
-    return replace(spec, **changes, sharded_state_dict_keys_map=keys)
+    return changes
 
 
-def _dense_mlp(mlp: Any) -> dict[str, Any] | None:
+def _mlp_changes(spec: TransformerLayerSubmodules, kinds: Linears) -> dict[str, Any]:
+    dense = dense_mlp(spec.mlp)
+    if dense is None:
+        return {}
+    linears = {"linear_fc1": kinds.column, "linear_fc2": kinds.row}
+    submodules = replace(dense["submodules"], **linears)
+    changes: dict[str, Any] = {"mlp": partial(MLP.as_mlp_submodule, **{**dense, "submodules": submodules})}
+    if spec.pre_mlp_layernorm is IdentityOp:
+        changes["pre_mlp_layernorm"] = _fused_norm(dense["submodules"].linear_fc1, "linear_fc1")
+    return changes
+
+
+def dense_mlp(mlp: Any) -> dict[str, Any] | None:
     """The arguments of a dense MLP's spec, in either of the ways Megatron writes it; None for another MLP."""
     if isinstance(mlp, ModuleSpec):
         return {**mlp.params, "submodules": mlp.submodules} if mlp.module is MLP else None

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_submodules,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -28,7 +29,7 @@ from megatron_upipe.attention.module import refuse_arguments
 from megatron_upipe.config import UPipeConfig, keeps_attention
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.layers.function import LayerCall, Policy, UPipeLayerFunction
-from megatron_upipe.layers.mlp import AnyBackward, DenseBackward, DenseForward, is_dense, mlp_parameters
+from megatron_upipe.layers.mlp import AnyBackward, Around, DenseBackward, DenseForward, is_dense, mlp_parameters
 from megatron_upipe.layers.submodules import Linears, replace_submodules, te_linears
 from megatron_upipe.layers.tiles import Tiles
 from megatron_upipe.memory.host_store import host_store
@@ -49,16 +50,22 @@ class UPipeTransformerLayer(TransformerLayer):
         *,
         vp_stage: int | None = None,
         te: bool = False,
+        add_layer_offset: bool = True,
+        pp_layer_offset: int | None = None,
         **kwargs: Any,
     ) -> None:
         submodules = submodules or upipe_submodules(config, te)
-        super().__init__(config=config, submodules=submodules, vp_stage=vp_stage, **kwargs)
+        kwargs |= dict(vp_stage=vp_stage, add_layer_offset=add_layer_offset, pp_layer_offset=pp_layer_offset)
+        super().__init__(config=config, submodules=submodules, **kwargs)
         self.upipe: UPipeConfig = self.self_attention.upipe
         stage = self.pg_collection.pp.rank() if config.pipeline_model_parallel_size > 1 else 0
-        first = get_transformer_layer_offset(config, vp_stage, stage)
-        layers = get_num_layers_to_build(config, vp_stage, stage)
         index = self.layer_number - 1
-        self.keeps = keeps_attention(self.upipe.keep_attention, config.num_layers, first, layers, index)
+        if add_layer_offset:
+            first = get_transformer_layer_offset(config, vp_stage, stage)
+            layers = get_num_layers_to_build(config, vp_stage, stage)
+            self.keeps = keeps_attention(self.upipe.keep_attention, config.num_layers, first, layers, index)
+        else:  # a hybrid stack counts its layers by itself, and says which ones keep
+            first, self.keeps = pp_layer_offset, True
         receives = stage > 0 or bool(vp_stage)
         self.before_backward: Callable[[int], None] = lambda size: None
         self._instead: Callable[[], Tensor] | None = None
@@ -118,12 +125,14 @@ class UPipeTransformerLayer(TransformerLayer):
         if is_dense(self.mlp):
             tiles = norm_tiles
             fuse = self.config.gradient_accumulation_fusion
-            second_half = partial(DenseForward, self, attention)
-            backward = partial(DenseBackward, self, attention, fuse=fuse)
+            around = Around(attention.plan.precision, attention.gather, attention.reduce)
+            second_half = partial(DenseForward, self, around)
+            backward = partial(DenseBackward, self, around, fuse=fuse)
         else:
-            forward = partial(self._forward_experts, padding_mask, packed)
+            alone = isinstance(self.mlp, IdentityOp)  # hybrid models have attention and MLP in layers of their own
+            forward = _same if alone else partial(self._forward_experts, padding_mask, packed)
             second_half = lambda: forward  # noqa: E731
-            tiles = Tiles(tokens, tokens, shards)
+            tiles = norm_tiles if alone else Tiles(tokens, tokens, shards)
             backward = partial(AnyBackward, self, forward)
         return LayerCall(
             attention=attention,
@@ -159,6 +168,10 @@ class UPipeTransformerLayer(TransformerLayer):
         """Output bias and residual connection."""
         add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
         return add((projected, given(self.self_attention.linear_proj.bias)), residual, self.hidden_dropout)
+
+
+def _same(hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def upipe_submodules(config: TransformerConfig, te: bool = False) -> TransformerLayerSubmodules:

@@ -207,11 +207,11 @@ _OWNER = "simulation"
 
 def replacements() -> list[Any]:
     """What ``build_model`` needs in the place of Megatron's own."""
-    from megatron_upipe.integration import gpt_model
+    from megatron_upipe.integration import language_models
     from megatron_upipe.integration.symbols import Replacement
 
     return [
-        *gpt_model.replacements(),
+        *language_models.replacements(),
         Replacement(
             "megatron.core.tensor_parallel.layers:_grad_accum_fusion_available",
             lambda original: True,

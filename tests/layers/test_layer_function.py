@@ -206,7 +206,7 @@ def test_incoming_gradients_of_others_are_not_changed(workers):
 
 
 def _held(rank):
-    from megatron_upipe.layers.function import _held_alone, _holders
+    from megatron_upipe.layers.holding import held_alone, holders
 
     found = []
 
@@ -218,7 +218,7 @@ def _held(rank):
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx, dy):
-            found.append(_held_alone() == _holders(dy))
+            found.append(held_alone() == holders(dy))
             return dy.clone()
 
     def backward(after):

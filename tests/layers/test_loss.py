@@ -111,7 +111,7 @@ def _without_table(rank, rope, inference):
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_upipe.config import RotarySettings
-    from megatron_upipe.integration import gpt_model
+    from megatron_upipe.integration import language_models
     from megatron_upipe.integration.symbols import registry
     from megatron_upipe.layer_specs import upipe_layer_spec
 
@@ -132,7 +132,7 @@ def _without_table(rank, rope, inference):
         transformer_impl="local",
     )
     config.upipe = UPipeConfig(rope=rope, rotary=RotarySettings())
-    registry.install("test", gpt_model.replacements())
+    registry.install("test", language_models.replacements())
     try:
         model = GPTModel(
             config=config,

@@ -7,6 +7,7 @@ from megatron.core.activations import squared_relu
 
 from megatron_upipe.integration.selftest.parity import Case
 from megatron_upipe.layers import transformer_layer
+from megatron_upipe.layers.mlp import Around, DenseBackward
 
 
 def _activations(rank, config):
@@ -17,7 +18,7 @@ def _activations(rank, config):
     hidden, dy = torch.randn(7, 2, 28), torch.randn(7, 2, 28)
     call = layer.self_attention.call(hidden, None)
     needs = [True] * len(transformer_layer.mlp_parameters(layer))
-    backward = transformer_layer.DenseBackward(layer, call, needs, fuse=False)
+    backward = DenseBackward(layer, Around(call.plan.precision, call.gather, call.reduce), needs, fuse=False)
     ours = [backward.tile(hidden, dy), *backward.result()]
     leaf = hidden.clone().requires_grad_()
     layer.train()

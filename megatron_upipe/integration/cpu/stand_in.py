@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.integration.cpu import adam, cuda_api, fsdp, norm, packed, tensors
+from megatron_upipe.integration.cpu import adam, cuda_api, fsdp, hybrid, norm, packed, tensors
 from megatron_upipe.integration.symbols import Replacement, registry
 
 OWNER = "CPU stand-in"
@@ -74,4 +74,5 @@ def _replacements() -> list[Replacement]:
         *adam.replacements(),
         *fsdp.replacements(),
         *packed.replacements(),
+        *hybrid.replacements(),
     ]

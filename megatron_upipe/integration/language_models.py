@@ -1,4 +1,5 @@
-"""Megatron's GPTModel, unchanged but for its loss, which comes in tiles, and the RoPE table that nobody would read."""
+"""Megatron's GPTModel and HybridModel, unchanged but for their loss, which comes in tiles, and the RoPE table that
+nobody would read."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from megatron_upipe.integration.symbols import Replacement
 
 GPT_MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
+HYBRID_MODEL = "megatron.core.models.hybrid.hybrid_model:HybridModel"
 
 
 class NoTable(torch.nn.Module):
@@ -54,9 +56,8 @@ def _with_tiled_loss(original: Callable) -> Callable:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron_upipe.layers.output import tiled_losses
 
-        upipe = getattr(self.config, "upipe", None)
         given = signature.bind(self, *args, **kwargs).arguments
-        if upipe is not None and upipe.loss_tile_tokens and given.get("labels") is not None:
+        if _wants_tiles(self, given):
             kwargs.setdefault("output_processor", tiled_losses)
         return original(self, *args, **kwargs)
 
@@ -64,8 +65,48 @@ def _with_tiled_loss(original: Callable) -> Callable:
     return forward
 
 
+def _with_tiled_loss_after(original: Callable) -> Callable:
+    """For HybridModel, which has no output processor: told that the model ends before its output layer, it returns the
+    hidden states."""
+    signature = inspect.signature(original)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron_upipe.layers.output import tiled_losses
+
+        given = signature.bind(self, *args, **kwargs).arguments
+        if not self.post_process or not _wants_tiles(self, given):
+            return original(self, *args, **kwargs)
+        self.post_process = False
+        try:
+            hidden_states = original(self, *args, **kwargs)
+        finally:
+            self.post_process = True
+        return tiled_losses(
+            hidden_states=hidden_states,
+            output_layer=self.output_layer,
+            output_weight=self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else None,
+            labels=given["labels"],
+            scale_logits=self._scale_logits,
+            config=self.config,
+        )
+
+    forward.__signature__ = signature
+    return forward
+
+
+def _wants_tiles(model: Any, given: dict[str, Any]) -> bool:
+    upipe = getattr(model.config, "upipe", None)
+    return upipe is not None and bool(upipe.loss_tile_tokens) and given.get("labels") is not None
+
+
 def replacements() -> list[Replacement]:
     return [
-        Replacement(f"{GPT_MODEL}.__init__", _without_table, "no full-length RoPE table where angles are exact"),
+        *(
+            Replacement(f"{model}.__init__", _without_table, "no full-length RoPE table where angles are exact")
+            for model in (GPT_MODEL, HYBRID_MODEL)
+        ),
         Replacement(f"{GPT_MODEL}.forward", _with_tiled_loss, "hands Megatron the tiled loss as output processor"),
+        Replacement(f"{HYBRID_MODEL}.forward", _with_tiled_loss_after, "the tiled loss in the place of all logits"),
     ]
