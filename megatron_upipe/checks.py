@@ -6,7 +6,7 @@ TransformerConfig (for training loops that have no such arguments) alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +152,18 @@ def check_fp8_sizes(recipe: Fp8Recipe, schedule: HeadSchedule, *, hidden: int, f
     if ffn is not None:
         sizes["--ffn-hidden-size / --tensor-model-parallel-size"] = ffn
     check_alignment(recipe, sizes)
+
+
+def has_experts(index: int, experts: int | None, frequency: int | Sequence[int]) -> bool:
+    """Whether layer ``index``, from 0, is a mixture of ``experts``; ``frequency`` as in ``--moe-layer-freq``."""
+    if not experts:
+        return False
+    return index % frequency == 0 if isinstance(frequency, int) else bool(frequency[index])
+
+
+def only_experts(experts: int | None, frequency: int | Sequence[int]) -> bool:
+    """Whether every layer is a mixture of experts."""
+    return bool(experts) and (frequency == 1 if isinstance(frequency, int) else all(frequency))
 
 
 def check_fp8_attention(mode: str, schedule: HeadSchedule, *, tokens: int, ring_size: int, head_dim: int) -> None:

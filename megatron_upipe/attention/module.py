@@ -28,7 +28,7 @@ from megatron_upipe.attention.rotary import angles_of_documents, exact_angles, e
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.attention.sinks_module import SinksOnly
 from megatron_upipe.attention.tensor_parallel import tensor_parallel
-from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_model, check_parallelism
+from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_model, check_parallelism, only_experts
 from megatron_upipe.config import UPipeConfig
 from megatron_upipe.context.groups import ContextGroups, context_groups
 from megatron_upipe.context.packing import PackedBatches
@@ -104,7 +104,11 @@ class UPipeSelfAttention(SelfAttention):
                 self.recipe,
                 self.plan.schedule,
                 hidden=config.hidden_size,
-                ffn=None if config.num_moe_experts else config.ffn_hidden_size // self.world_size,
+                ffn=(
+                    None
+                    if only_experts(config.num_moe_experts, config.moe_layer_freq)
+                    else config.ffn_hidden_size // self.world_size
+                ),
                 head_dim=self.hidden_size_per_attention_head,
             )
             if self.plan.window is not None and self.upipe.fp8_attention != "off":

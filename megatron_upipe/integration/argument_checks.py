@@ -8,7 +8,7 @@ from argparse import Namespace
 import torch
 
 from megatron_upipe.attention.schedule import head_schedule
-from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_model, check_parallelism
+from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_model, check_parallelism, only_experts
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
 from megatron_upipe.integration.upipe_spec import (
@@ -141,11 +141,12 @@ def _check_fp8(args: Namespace) -> None:
     kv_heads = args.num_query_groups if args.group_query_attention else heads
     schedule = head_schedule(heads // tp, kv_heads // tp, p, args.upipe_heads_per_stage)
     device, dtype, head_dim = _inputs(args)
+    no_dense = only_experts(args.num_experts, args.moe_layer_freq) or not args.ffn_hidden_size
     check_fp8_sizes(
         recipe,
         schedule,
         hidden=args.hidden_size,
-        ffn=None if args.num_experts or not args.ffn_hidden_size else args.ffn_hidden_size // tp,
+        ffn=None if no_dense else args.ffn_hidden_size // tp,
         head_dim=head_dim,
     )
     what = "the tokens of a rank (--seq-length x --micro-batch-size / --context-parallel-size)"

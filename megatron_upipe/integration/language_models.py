@@ -65,7 +65,7 @@ def _with_tiled_loss(original: Callable) -> Callable:
     return forward
 
 
-def _with_tiled_loss_after(original: Callable) -> Callable:
+def with_tiled_loss_after(original: Callable) -> Callable:
     """For HybridModel, which has no output processor: told that the model ends before its output layer, it returns the
     hidden states."""
     signature = inspect.signature(original)
@@ -108,5 +108,5 @@ def replacements() -> list[Replacement]:
             for model in (GPT_MODEL, HYBRID_MODEL)
         ),
         Replacement(f"{GPT_MODEL}.forward", _with_tiled_loss, "hands Megatron the tiled loss as output processor"),
-        Replacement(f"{HYBRID_MODEL}.forward", _with_tiled_loss_after, "the tiled loss in the place of all logits"),
+        Replacement(f"{HYBRID_MODEL}.forward", with_tiled_loss_after, "the tiled loss in the place of all logits"),
     ]

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_submodules,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,8 +27,8 @@ from torch import Tensor
 from megatron_upipe.attention.elementwise import apply_norm
 from megatron_upipe.attention.linears import given
 from megatron_upipe.attention.module import refuse_arguments
+from megatron_upipe.checks import has_experts
 from megatron_upipe.config import UPipeConfig, keeps_attention
-from megatron_upipe.errors import UPipeError
 from megatron_upipe.layers.function import LayerCall, Policy, UPipeLayerFunction
 from megatron_upipe.layers.mlp import AnyBackward, Around, DenseBackward, DenseForward, is_dense, mlp_parameters
 from megatron_upipe.layers.submodules import Linears, replace_submodules, te_linears
@@ -39,7 +40,7 @@ class UPipeTransformerLayer(TransformerLayer):
     """Megatron's layer, same parameters and results; ``config.upipe`` says what waits for backward, and where.
 
     A spec object is written before the configuration is known: without ``submodules`` the layer takes those that
-    Megatron would have chosen from ``config``, all layers of one kind; with ``te``, those of TransformerEngine. With
+    Megatron would have chosen from ``config`` for it, dense or experts; with ``te``, those of TransformerEngine. With
     one context-parallel rank it is Megatron's layer.
     """
 
@@ -47,25 +48,34 @@ class UPipeTransformerLayer(TransformerLayer):
         self,
         config: TransformerConfig,
         submodules: Any = None,
+        layer_number: int = 1,
         *,
         vp_stage: int | None = None,
         te: bool = False,
+        pg_collection: Any = None,
         add_layer_offset: bool = True,
         pp_layer_offset: int | None = None,
         **kwargs: Any,
     ) -> None:
-        submodules = submodules or upipe_submodules(config, te)
-        kwargs |= dict(vp_stage=vp_stage, add_layer_offset=add_layer_offset, pp_layer_offset=pp_layer_offset)
-        super().__init__(config=config, submodules=submodules, **kwargs)
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        stage = pg_collection.pp.rank() if config.pipeline_model_parallel_size > 1 else 0
+        first = get_transformer_layer_offset(config, vp_stage, stage) if add_layer_offset else pp_layer_offset
+        index = layer_number - 1 + (first if add_layer_offset else 0)
+        super().__init__(
+            config=config,
+            submodules=submodules or upipe_submodules(config, index, te),
+            layer_number=layer_number,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            add_layer_offset=add_layer_offset,
+            pp_layer_offset=pp_layer_offset,
+            **kwargs,
+        )
         self.upipe: UPipeConfig = self.self_attention.upipe
-        stage = self.pg_collection.pp.rank() if config.pipeline_model_parallel_size > 1 else 0
-        index = self.layer_number - 1
+        self.keeps = True  # a hybrid stack, which counts its layers by itself, says which ones keep
         if add_layer_offset:
-            first = get_transformer_layer_offset(config, vp_stage, stage)
             layers = get_num_layers_to_build(config, vp_stage, stage)
             self.keeps = keeps_attention(self.upipe.keep_attention, config.num_layers, first, layers, index)
-        else:  # a hybrid stack counts its layers by itself, and says which ones keep
-            first, self.keeps = pp_layer_offset, True
         receives = stage > 0 or bool(vp_stage)
         self.before_backward: Callable[[int], None] = lambda size: None
         self._instead: Callable[[], Tensor] | None = None
@@ -174,20 +184,15 @@ def _same(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def upipe_submodules(config: TransformerConfig, te: bool = False) -> TransformerLayerSubmodules:
-    """Megatron's submodules for ``config`` with UPipe self-attention. Raises UPipeError where layers differ.
+def upipe_submodules(config: TransformerConfig, index: int, te: bool = False) -> TransformerLayerSubmodules:
+    """Megatron's submodules for layer ``index`` of ``config``, from 0, with UPipe self-attention.
 
-    ``te``: TransformerEngine's modules, its linears included.
+    ``te``: TransformerEngine's modules, its linears included. Raises UPipeError where those are missing.
     """
     linears = te_linears() if te else Linears()
-    pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [config.moe_layer_freq]
-    if config.num_moe_experts is not None and set(pattern) != {1}:
-        raise UPipeError(
-            f"--moe-layer-freq {config.moe_layer_freq} mixes dense and expert layers, which one layer spec cannot say; "
-            "use a spec made by with_upipe from Megatron's block spec"
-        )
+    experts = config.num_moe_experts
     common = dict(
-        num_experts=config.num_moe_experts,
+        num_experts=experts if has_experts(index, experts, config.moe_layer_freq) else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,

@@ -56,6 +56,8 @@ class Grid:
     window: int | None = None
     sinks: str = "vanilla"
     documents: str | None = None  # layout of packed ones
+    experts: int = 0  # with them every second layer, from the first on, is a mixture of two
+    hybrid: str | None = None  # pattern of a hybrid model's layers; | between pipeline stages
 
     @property
     def world(self) -> int:
@@ -67,6 +69,8 @@ class Grid:
 
     @property
     def layers(self) -> int:
+        if self.hybrid is not None:
+            return len(self.hybrid.replace("|", ""))
         return self.layers_per_chunk * self.pp * (2 if self.virtual else 1)
 
     def lengths(self, step: int, dp_rank: int, index: int) -> list[int] | None:

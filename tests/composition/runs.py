@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +13,20 @@ from composition.grids import Grid
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_upipe.config import UPipeConfig
+from megatron_upipe.integration.language_models import with_tiled_loss_after
 from megatron_upipe.integration.packed_batch import partition_indices
 from megatron_upipe.layers.output import tiled_losses
 from megatron_upipe.memory.host_store import host_store
@@ -132,6 +137,7 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
         calculate_per_token_loss=True,
         window_size=None if grid.window is None else (grid.window, 0),
         softmax_type=grid.sinks,
+        **(_EXPERTS | dict(num_moe_experts=grid.experts, moe_router_dtype=grid.precision) if grid.experts else {}),
         **parallel,
     )
     config.bf16 = grid.precision == "bf16"
@@ -150,31 +156,57 @@ def _config(grid: Grid, upipe: bool) -> TransformerConfig:
 
 def _models(grid: Grid, upipe: bool, stock_spec: bool | None = None) -> list[torch.nn.Module]:
     """This rank's model chunks, not yet wrapped; ``upipe`` False is the unsharded stock run."""
-    from megatron_upipe.layer_specs import upipe_layer_spec
-
     config = _config(grid, upipe)
-    spec = upipe_layer_spec
-    if stock_spec if stock_spec is not None else not upipe:
-        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    stock = stock_spec if stock_spec is not None else not upipe
     torch.manual_seed(grid.seed)
     chunks = 2 if upipe and grid.virtual else 1
     models = []
     for chunk in range(chunks):
         stage = dict(ignore_virtual=False, vp_stage=chunk) if chunks > 1 else dict(ignore_virtual=True)
-        models.append(
-            GPTModel(
-                config=config,
-                transformer_layer_spec=spec,
-                vocab_size=VOCABULARY,
-                max_sequence_length=grid.length,
-                pre_process=parallel_state.is_pipeline_first_stage(**stage),
-                post_process=parallel_state.is_pipeline_last_stage(**stage),
-                share_embeddings_and_output_weights=grid.tied,
-                position_embedding_type="rope",
-                vp_stage=chunk if chunks > 1 else None,
-            ).to(_dtype(grid))
-        )
+        vp_stage = chunk if chunks > 1 else None
+        kind, layers = _hybrid(grid, stock) if grid.hybrid else _gpt(config, stock, vp_stage)
+        model = kind(
+            config=config,
+            **layers,
+            vocab_size=VOCABULARY,
+            max_sequence_length=grid.length,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            share_embeddings_and_output_weights=grid.tied,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        ).to(_dtype(grid))
+        if grid.hybrid and not stock:
+            model.forward = MethodType(with_tiled_loss_after(HybridModel.forward), model)  # as the launcher does
+        elif grid.hybrid and grid.precision == "fp64":
+            model.compute_language_model_loss = _precise_loss
+        models.append(model)
     return models
+
+
+def _gpt(config: TransformerConfig, stock: bool, vp_stage: int | None) -> tuple[type, dict]:
+    from megatron_upipe.layer_specs import upipe_layer_spec
+
+    if not stock:
+        spec = upipe_layer_spec
+    elif config.num_moe_experts:
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+        )
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    return GPTModel, {"transformer_layer_spec": spec}
+
+
+def _hybrid(grid: Grid, stock: bool) -> tuple[type, dict]:
+    from megatron_upipe.layer_specs import upipe_hybrid_stack_spec
+    from megatron_upipe.layers.hybrid import local_hybrid_submodules
+
+    norm = "LayerNorm" if grid.layer_norm else "RMSNorm"
+    local = ModuleSpec(module=HybridStack, submodules=local_hybrid_submodules(norm, grid.qk_layernorm))
+    spec = local if stock else upipe_hybrid_stack_spec
+    pattern = grid.hybrid.replace("|", "") if torch.distributed.get_world_size() == 1 else grid.hybrid
+    return HybridModel, {"hybrid_stack_spec": spec, "hybrid_layer_pattern": pattern}
 
 
 def _train(grid: Grid, models: list, distributed_optimizer: bool, overlap: bool, initial: dict | None) -> Run:
@@ -344,7 +376,7 @@ def _forward_step(
         batch["attention_mask"],
         labels=batch["labels"],
         packed_seq_params=batch["packed_seq_params"],
-        output_processor=processor,
+        **({} if grid.hybrid else {"output_processor": processor}),
     )
 
     def loss(losses: torch.Tensor) -> tuple:
@@ -358,6 +390,10 @@ def _forward_step(
 def _precise_losses(hidden_states: Any, output_layer: Any, output_weight: Any, labels: Any, **others: Any) -> Any:
     """Megatron's own cross entropy is in fp32 whatever the model is in."""
     logits, _ = output_layer(hidden_states, weight=output_weight)
+    return _precise_loss(labels, logits)
+
+
+def _precise_loss(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
 
 
@@ -365,6 +401,13 @@ def _dtype(grid: Grid) -> torch.dtype:
     return {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[grid.precision]
 
 
+_EXPERTS = dict(
+    moe_layer_freq=2,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=20,
+    moe_token_dispatcher_type="allgather",
+    moe_aux_loss_coeff=0.01,
+)
 _ACTIVATIONS = {
     "swiglu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,

@@ -34,6 +34,25 @@ def test_composition_equals_the_unsharded_stock_run(workers, seed):
     check(workers, draw(seed))
 
 
+_PLAIN = dict(window=None, sinks="vanilla", documents=None, frozen=False, checkpoint_every=1, micro_batch=2)
+EXACTLY = dict(_PLAIN, precision="fp64", loss_tile_tokens=9, gate=False, fuse=False, virtual=False)
+OTHER_MODELS = {
+    "experts": dict(tp=1, p=2, r=2, pp=1, dp=2, experts=2, layers_per_chunk=2),
+    "experts, tensor parallel": dict(tp=2, p=2, r=2, pp=1, dp=1, sequence_parallel=True, experts=2, layers_per_chunk=2),
+    "hybrid": dict(tp=1, p=2, r=2, pp=1, dp=2, hybrid="*-*-", keep_attention=1),
+    "hybrid in a pipeline": dict(tp=2, p=2, r=1, pp=2, dp=1, hybrid="*-|-*", keep_attention=None, offload="host"),
+    "hybrid with experts": dict(tp=1, p=4, r=1, pp=1, dp=2, hybrid="*E*-", experts=2, keep_attention=0),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_experts_and_hybrid_models_equal_the_unsharded_stock_run(workers, name):
+    p = OTHER_MODELS[name]["p"]
+    sizes = dict(sequence_parallel=False, heads=8, kv_heads=4, heads_per_stage=p, chunk=2, mlp_tile_tokens=7)
+    grid = replace(draw(0), **(EXACTLY | sizes | OTHER_MODELS[name]))
+    assert check(workers, grid, EXACT)[0] > 0
+
+
 def test_grids_are_the_same_everywhere_and_cover_what_matters():
     grids = [draw(seed) for seed in range(200)]
     assert grids == [draw(seed) for seed in range(200)]

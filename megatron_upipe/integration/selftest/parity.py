@@ -127,7 +127,7 @@ def upipe_attention(
     from megatron_upipe.layers.transformer_layer import upipe_submodules
 
     config = make_config(case, p, r, tensor_model_parallel_size=tp, sequence_parallel=sp)
-    spec = with_mask(upipe_submodules(config).self_attention, case)
+    spec = with_mask(upipe_submodules(config, 0).self_attention, case)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     module = build_module(spec, config=config, layer_number=1, pg_collection=groups).double().to(device())
     names = dict(module.named_parameters())
