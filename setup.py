@@ -32,6 +32,7 @@ setup(
         "packaging",
         "einops>=0.8",
         "psutil",
+        "pyyaml",  # the training loop of megatron-core 0.18 imports it and does not say so
     ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-upipe = megatron_upipe.cli:main"]},

@@ -1,16 +1,19 @@
 """The launcher: installs the plug-in into Megatron-LM, then runs a training script or the built-in GPT entry."""
 
+import atexit
 import os
 import runpy
 import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.versions import check_megatron_version
 
 OWNER = "launcher"
+REFUSED = 2  # exit status
 
 HELP = """\
 usage: torchrun [torchrun options] -m megatron_upipe.run [script.py] <Megatron-LM flags> [plug-in flags]
@@ -31,14 +34,50 @@ def main(argv: list[str]) -> int:
     try:
         return _run(argv)
     except UPipeError as error:
-        # A refusal comes from configuration and is the same on every rank: local rank 0 speaks first, and the others
-        # only if nobody ends them meanwhile.
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(5)
-        # Megatron's build_module appends " when instantiating ..." at each level
-        sentence = str(error).split(" when instantiating ")[0]
-        print(f"megatron_upipe: error: {sentence}", file=sys.stderr, flush=True)
-        return 2
+        _say_refusal(error)
+        return REFUSED
+
+
+def install_into_script(name: str) -> None:
+    """What the launcher does, for a script that runs without it; ``name`` is the script's ``__name__``.
+
+    Does nothing in a script that is imported, or that the launcher runs. A refusal ends the process as it does there.
+    """
+    from megatron_upipe.integration.symbols import registry
+
+    if name != "__main__" or OWNER in registry.owners():
+        return
+    show = sys.excepthook
+
+    def one_sentence(kind: type, error: BaseException, trace: Any) -> None:
+        if not isinstance(error, UPipeError):
+            show(kind, error, trace)
+            return
+        _say_refusal(error)
+        sys.stdout.flush()
+        os._exit(REFUSED)  # an exception hook cannot say with which status to exit
+
+    sys.excepthook = one_sentence
+    _warn_once()
+    check_megatron_version()
+    install(force_cpu="--upipe-cpu" in sys.argv)
+    atexit.register(_leave_groups)
+
+
+def _say_refusal(error: UPipeError) -> None:
+    # A refusal comes from configuration and is the same on every rank: local rank 0 speaks first, and the others
+    # only if nobody ends them meanwhile.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)
+    # Megatron's build_module appends " when instantiating ..." at each level
+    sentence = str(error).split(" when instantiating ")[0]
+    print(f"megatron_upipe: error: {sentence}", file=sys.stderr, flush=True)
+
+
+def _warn_once() -> None:
+    """Megatron's warnings, on rank 0 only."""
+    if os.environ.get("RANK", "0") != "0":
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
 
 
 def _run(argv: list[str]) -> int:
@@ -53,8 +92,7 @@ def _run(argv: list[str]) -> int:
             raise UPipeError(f"script {script} is not a file; name one, or leave it out for the built-in GPT entry")
         # As the interpreter does for a script: its own megatron/ folder wins over the installed one.
         sys.path.insert(0, str(Path(script).resolve().parent))
-    if os.environ.get("RANK", "0") != "0":
-        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # rank 0 says it once
+    _warn_once()
     check_megatron_version()
     install(force_cpu="--upipe-cpu" in flags)
     sys.argv = [script or "megatron_upipe.run", *flags]

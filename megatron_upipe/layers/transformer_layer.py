@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_submodules,
@@ -34,6 +37,9 @@ from megatron_upipe.layers.mlp import AnyBackward, Around, DenseBackward, DenseF
 from megatron_upipe.layers.submodules import Linears, replace_submodules, te_linears
 from megatron_upipe.layers.tiles import Tiles
 from megatron_upipe.memory.host_store import host_store
+
+# since megatron-core 0.19, to balance experts over each sample of a packed micro-batch
+_MLP_KNOWS_DOCUMENTS = "packed_seq_params" in signature(TransformerLayer._forward_mlp).parameters
 
 
 class UPipeTransformerLayer(TransformerLayer):
@@ -171,8 +177,9 @@ class UPipeTransformerLayer(TransformerLayer):
 
     def _forward_experts(self, padding_mask: Tensor | None, packed: Any, hidden: Tensor) -> Tensor:
         """Megatron's own second half; in backward, too, in the precision that Megatron's block gives its layers."""
-        with self.get_inner_quantization_context():
-            return self._forward_mlp(hidden, padding_mask=padding_mask, packed_seq_params=packed)
+        told = {"packed_seq_params": packed} if _MLP_KNOWS_DOCUMENTS else {}
+        with get_fp8_context(self.config, self.layer_number - 1) if self.config.fp8 else nullcontext():
+            return self._forward_mlp(hidden, padding_mask=padding_mask, **told)
 
     def _add_attention(self, projected: Tensor, residual: Tensor) -> Tensor:
         """Output bias and residual connection."""

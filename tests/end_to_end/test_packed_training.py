@@ -168,5 +168,7 @@ def test_unmodified_pretrain_gpt_masks_between_documents(folder, documents, stoc
     checkout = os.environ.get("MEGATRON_LM")
     if not checkout:
         pytest.skip("MEGATRON_LM does not name a Megatron-LM checkout (tag core_v0.19.0)")
-    script = str(Path(checkout, "pretrain_gpt.py"))
-    assert_close(train(folder, "checkout", 4, *MASKED, *documents, *USP, script=script, mock_data=False), stock)
+    script = Path(checkout, "pretrain_gpt.py")
+    if "inter_document_masking" not in script.read_text():
+        pytest.skip("0.18 does not mask between documents")
+    assert_close(train(folder, "checkout", 4, *MASKED, *documents, *USP, script=str(script), mock_data=False), stock)

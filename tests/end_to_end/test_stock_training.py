@@ -1,6 +1,5 @@
 """Megatron's own training loop on the CPU stand-in, as a user starts it."""
 
-import os
 import shlex
 import subprocess
 import sys
@@ -75,11 +74,3 @@ def test_readme_commands_run():
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-4000:]
         assert "validation loss at iteration 4" in done.stdout
-
-
-def test_unmodified_pretrain_gpt_of_a_checkout(folder, one_rank):
-    checkout = os.environ.get("MEGATRON_LM")
-    if not checkout:
-        pytest.skip("MEGATRON_LM does not name a Megatron-LM checkout (tag core_v0.19.0)")
-    found = train(folder, "checkout", 1, script=str(Path(checkout, "pretrain_gpt.py")))
-    assert_close(found, one_rank, 1e-6)

@@ -1,8 +1,5 @@
 """UPipe in Megatron's training loop: the stock run's losses, from scratch and from a stock checkpoint."""
 
-import os
-from pathlib import Path
-
 import pytest
 from end_to_end.training import MODEL, TRAINING, launch, some_slow, train
 
@@ -174,16 +171,6 @@ def test_upipe_checkpoint_trains_on_under_stock_and_resumes_bit_for_bit(folder, 
     resumed = train(folder, "resumed", 2, *CP2, *reshardable, "--load", str(saved))
     assert {"lm loss 3", "grad norm 5", "test lm loss 5"} <= set(resumed) and "lm loss 2" not in resumed
     assert resumed == {key: straight[key] for key in resumed}
-
-
-def test_unmodified_pretrain_gpt_of_a_checkout(folder, stock):
-    checkout = os.environ.get("MEGATRON_LM")
-    if not checkout:
-        pytest.skip("MEGATRON_LM does not name a Megatron-LM checkout (tag core_v0.19.0)")
-    tiles = ["--upipe-loss-tile-tokens", "11", "--upipe-mlp-tile-tokens", "7", "--upipe-offload", "host"]
-    found = train(folder, "checkout", 4, *USP, *tiles, script=str(Path(checkout, "pretrain_gpt.py")))
-    assert set(found) == set(stock)
-    assert_close(found, stock)
 
 
 def test_plan_is_printed_once(folder):

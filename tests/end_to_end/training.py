@@ -26,12 +26,16 @@ TRAINING = shlex.split(
 )
 
 
-def launch(ranks: int, *flags: str, script: str | None = None, timeout: int = 300) -> subprocess.CompletedProcess:
-    """``torchrun -m megatron_upipe.run``; the caller looks at the exit status."""
+def launch(
+    ranks: int, *flags: str, script: str | None = None, launcher: bool = True, timeout: int = 300
+) -> subprocess.CompletedProcess:
+    """``torchrun -m megatron_upipe.run``, or the script without the launcher; the caller looks at the exit status."""
     return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-            *("-m", "megatron_upipe.run", *([script] if script else []), *flags),
+            *(["-m", "megatron_upipe.run"] if launcher else []),
+            *([script] if script else []),
+            *flags,
         ],
         capture_output=True,
         text=True,
@@ -47,6 +51,7 @@ def train(
     ranks: int,
     *flags: str,
     script: str | None = None,
+    launcher: bool = True,
     distributed_optimizer: bool = True,
     mock_data: bool = True,
 ) -> dict[str, float]:
@@ -57,12 +62,12 @@ def train(
     cache = folder / "cache"
     training = [flag for flag in TRAINING if mock_data or flag != "--mock-data"]
     arguments = (*MODEL, *training, *flags, "--data-cache-path", str(cache), "--upipe-metrics", str(metrics))
-    done = launch(ranks, *arguments, script=script)
+    done = launch(ranks, *arguments, script=script, launcher=launcher)
     if re.search(r"exitcode\s*: -(6|11) ", done.stderr):
         # gloo's own threads abort or fault about once in 100 runs, stock Megatron's included
         warnings.warn(f"{name}: a rank died by a signal, and is started once more: {done.stderr[-600:]}", stacklevel=2)
         metrics.unlink(missing_ok=True)
-        done = launch(ranks, *arguments, script=script)
+        done = launch(ranks, *arguments, script=script, launcher=launcher)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     found = {}
     for line in metrics.read_text().splitlines():

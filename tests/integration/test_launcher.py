@@ -74,7 +74,7 @@ def test_help_teaches_and_needs_no_megatron():
 def test_megatron_outside_the_range(monkeypatch, capsys):
     monkeypatch.setattr(launcher, "check_megatron_version", lambda: versions.check_megatron_version("<0.1"))
     assert launcher.main(["--num-layers", "2"]) == 2
-    assert "error: megatron_upipe needs megatron-core<0.1, found 0.19" in capsys.readouterr().err
+    assert "error: megatron_upipe needs megatron-core<0.1, found 0.1" in capsys.readouterr().err
 
 
 def test_gpu_in_use(monkeypatch, capsys):
@@ -177,7 +177,7 @@ def test_every_flag_is_on_in_some_test():
 
 def test_cli_info(capsys):
     assert cli.main(["info", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["megatron-core"].startswith("0.19")
+    assert json.loads(capsys.readouterr().out)["megatron-core"] == str(versions.megatron_core_version())
     assert cli.main(["info"]) == 0
     assert "megatron-upipe" in capsys.readouterr().out
 

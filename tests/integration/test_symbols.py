@@ -6,7 +6,7 @@ import types
 import pytest
 
 from megatron_upipe.errors import UPipeError
-from megatron_upipe.integration.symbols import Replacement, SymbolRegistry
+from megatron_upipe.integration.symbols import Replacement, SymbolRegistry, for_this_megatron
 from megatron_upipe.integration.versions import check_megatron_version
 
 
@@ -76,12 +76,17 @@ def test_refuses_a_symbol_that_does_not_exist_unless_told(target):
 def test_refuses_a_megatron_outside_the_range():
     symbol = "megatron.core.package_info:__version__"
     registry = SymbolRegistry()
-    with pytest.raises(UPipeError, match=r"needs megatron-core>=99, found 0\.19"):
+    with pytest.raises(UPipeError, match=r"needs megatron-core>=99, found 0\.1[89]"):
         registry.install("me", [Replacement(symbol, to(1), "why", versions=">=99")])
     assert not registry.installed
 
 
 def test_version_check_has_both_sides():
-    assert check_megatron_version(">=0.19").release[:2] == (0, 19)
-    with pytest.raises(UPipeError, match=r"megatron_upipe needs megatron-core<0\.19, found 0\.19"):
-        check_megatron_version("<0.19")
+    assert check_megatron_version(">=0.18").release[:2] in ((0, 18), (0, 19))
+    with pytest.raises(UPipeError, match=r"megatron_upipe needs megatron-core<0\.18, found 0\.1[89]"):
+        check_megatron_version("<0.18")
+
+
+def test_only_what_was_written_for_this_megatron_is_installed():
+    ours = [Replacement("replaced_target:f", to(1), "why", versions) for versions in (">=0.18", "<0.18", ">=99")]
+    assert [r.versions for r in for_this_megatron(ours)] == [">=0.18"]

@@ -75,6 +75,8 @@ def replacements() -> list[Replacement]:
     return [
         Replacement("megatron.core.optimizer:Adam", to(GroupStepAdam), why),
         Replacement("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", to(False), why),
+        # what it asks its optimizer to be, in 0.18
+        Replacement("megatron.core.optimizer.distrib_optimizer:Adam", to(GroupStepAdam), why, ">=0.18,<0.19"),
         Replacement("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE", to(True), why),
         Replacement("megatron.core.optimizer.distrib_optimizer:USING_TE_OPTIMIZER", to(False), why),
         Replacement("megatron.core.optimizer.distrib_optimizer:USING_APEX_OPTIMIZER", to(True), why),

@@ -8,7 +8,7 @@ import torch
 
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.cpu import adam, cuda_api, fsdp, hybrid, norm, packed, tensors
-from megatron_upipe.integration.symbols import Replacement, registry
+from megatron_upipe.integration.symbols import Replacement, for_this_megatron, registry
 
 OWNER = "CPU stand-in"
 NOTICE = "megatron_upipe: CPU stand-in on: Megatron runs on gloo without a GPU (for trying out, tests and simulation)"
@@ -31,7 +31,7 @@ def install(quiet: bool = False) -> None:
         raise UPipeError("the CPU stand-in is already installed; uninstall it first")
     if torch.cuda.is_initialized():
         raise UPipeError("the CPU stand-in cannot be installed: this process already uses a GPU; leave out --upipe-cpu")
-    registry.install(OWNER, _replacements())
+    registry.install(OWNER, for_this_megatron(_replacements()))
     global _dynamo_was_disabled
     _dynamo_was_disabled = torch._dynamo.config.disable
     # Megatron decorates functions with torch.compile; compiling them for a CPU costs more than it gives here.
