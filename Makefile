@@ -5,8 +5,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 TE := .venv-te/.installed
+# the other megatron-core, beside the installed one
+MEGATRON_018 := .megatron-core-018
+TESTS_018 := tests/attention tests/layers tests/composition tests/integration tests/checkpoints tests/end_to_end
 
-.PHONY: demo test test-slow test-te fuzz lint format install clean help
+.PHONY: demo test test-018 test-slow test-slurm test-te fuzz lint format install clean help
 
 GRIDS ?= 200
 SEED ?= 0
@@ -14,17 +17,29 @@ SEED ?= 0
 help:
 	@echo "make demo       train a small Llama on real text with Megatron-LM's own training loop, on this machine's CPUs"
 	@echo "make test       the test suite (under 15 minutes on 2 cores)"
+	@echo "make test-018   the tests that touch Megatron-LM, on megatron-core 0.18 beside 0.19 (12 minutes)"
+	@echo "make test-slurm launch, requeue and lost ranks on a real Slurm, which it installs (Debian, root; 5 minutes)"
 	@echo "make test-slow  further training runs, simulations, and a rank that hangs (10 minutes)"
 	@echo "make test-te    calls of TransformerEngine against its real functions, no GPU needed (compiles it once, 10 minutes)"
 	@echo "make fuzz       GRIDS=200 random compositions against the unsharded stock run, from SEED=0"
 	@echo "make lint       ruff"
-	@echo "make clean      remove .venv, .venv-te and .demo"
+	@echo "make clean      remove what these made"
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo/run.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-018: $(MEGATRON_018)
+	PYTHONPATH=$(CURDIR)/$(MEGATRON_018) $(BIN)/python -m pytest $(TESTS_018)
+
+$(MEGATRON_018): | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ 'megatron-core==0.18.2'
+
+test-slurm: $(INSTALLED)
+	bash tools/slurm_packages.sh
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
@@ -55,4 +70,4 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-te .demo
+	rm -rf $(VENV) .venv-te $(MEGATRON_018) .demo

@@ -9,8 +9,10 @@ from megatron_upipe import __version__
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.selftest import launch
 from megatron_upipe.planning import command as simulate
+from megatron_upipe.planning import fit_command as fit
 from megatron_upipe.planning import plan_command as plan
 
+PLANNING = {"simulate": simulate, "fit": fit, "plan": plan}
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn")
 
 
@@ -39,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, module, text in (
         ("selftest", launch, "compare UPipe with Megatron's attention on this machine"),
         ("simulate", simulate, "memory, traffic and work of a training step, without a GPU"),
+        ("fit", fit, "whether a training command line fits, for launch scripts"),
         ("plan", plan, "the longest context that fits, or the fastest configuration for a length, with its flags"),
     ):
         module.add_arguments(
@@ -52,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     try:
-        if args.command in ("simulate", "plan"):
-            return (simulate if args.command == "simulate" else plan).main(args)
+        if args.command in PLANNING:
+            return PLANNING[args.command].main(args)
         return launch.main(args, argv) if args.command == "selftest" else _print_info(args.json)
     except UPipeError as error:
         print(f"megatron-upipe: error: {error}", file=sys.stderr)

@@ -172,7 +172,7 @@ def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        tokens_per_sample=get_args().seq_length,
+        **this_megatron.sample_length(get_args()),
     )
 
 

@@ -16,9 +16,15 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 
+from megatron_upipe.errors import UPipeError
+
 
 def start(args: Namespace, datasets: Callable, forward_step: Callable, embedding_ranks: Callable) -> None:
-    """Runs Megatron's ``pretrain()``."""
+    """Runs Megatron's ``pretrain()``. Raises UPipeError for packed micro-batches of several samples."""
+    if args.sft and args.micro_batch_size > 1:
+        raise UPipeError(
+            f"--micro-batch-size {args.micro_batch_size} with --sft is not in megatron-core 0.18; use 1, or 0.19"
+        )
     settings = pretrain_cfg_container_from_args(args)
     kind = ModelType.encoder_or_decoder
     pretrain(settings, datasets, build_model, kind, forward_step, get_embedding_ranks=embedding_ranks)
@@ -73,3 +79,8 @@ def take_context_shard(
 ) -> dict[str, Any]:
     """This context-parallel rank's tokens; of packed documents always a part of each (``whole_sequence`` is 0.19's)."""
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
+
+
+def sample_length(args: Namespace) -> dict[str, int]:
+    """For PackedSeqParams, which has no such field here."""
+    return {}

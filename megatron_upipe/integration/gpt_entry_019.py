@@ -36,3 +36,8 @@ def take_context_shard(
     return get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=cp_group, use_per_sequence_balancing=whole_sequence
     )
+
+
+def sample_length(args: Namespace) -> dict[str, int]:
+    """For PackedSeqParams, which wants to know where each sample of a micro-batch ends."""
+    return {"tokens_per_sample": args.seq_length}

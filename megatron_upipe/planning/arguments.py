@@ -37,13 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser, searched: bool) -> None:
         required=True,
         help=f"{', '.join(PRESETS)}; a Hugging Face config.json, or its folder; or a file with Megatron-LM's flags",
     )
-    parser.add_argument("--gpus", type=int, required=True, help="of the whole run")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="default 8")
-    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of a card (default 80)")
-    parser.add_argument("--host-memory", type=float, default=1770.0, metavar="GIB", help="of a node (1770, 1.9 TB)")
-    parser.add_argument(
-        "--reserve", type=float, default=RESERVE_GIB, metavar="GIB", help="of a card, not for tensors (default 6)"
-    )
+    add_machine(parser)
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size, with sequence parallelism (default 1)")
     parser.add_argument("--optimizer", choices=("gpu", "host"), default="gpu", help="where its states are (gpu)")
     parser.add_argument(
@@ -68,12 +62,23 @@ def add_arguments(parser: argparse.ArgumentParser, searched: bool) -> None:
         group.add_argument(flag, dest=name, default=None, **{**options, "help": options["help"] + shown})
 
 
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """The GPUs, and the memory that they and their hosts have."""
+    parser.add_argument("--gpus", type=int, required=True, help="of the whole run")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="default 8")
+    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of a card (default 80)")
+    parser.add_argument("--host-memory", type=float, default=1770.0, metavar="GIB", help="of a node (1770, 1.9 TB)")
+    parser.add_argument(
+        "--reserve", type=float, default=RESERVE_GIB, metavar="GIB", help="of a card, not for tensors (default 6)"
+    )
+
+
 def scenario_of(args: argparse.Namespace, **others: Any) -> tuple[Scenario, frozenset[str]]:
     """What the flags say, and which fields of the configuration the user has chosen. Raises UPipeError."""
     given = {name: getattr(args, name) for _, name, _ in _CONFIGURATION if getattr(args, name) is not None}
     fixed = frozenset(given)
     if "keep_attention" in given:
-        given["keep_attention"] = _layers(given["keep_attention"])
+        given["keep_attention"] = layers_kept(given["keep_attention"], "--keep-attention")
     documents = None
     if args.documents:
         documents = tuple(parse_tokens(length, "--documents") for length in args.documents)
@@ -114,9 +119,10 @@ def host_bytes_of(args: argparse.Namespace) -> float:
     return args.host_memory * GIB
 
 
-def _layers(given: str) -> int | None:
+def layers_kept(given: str, flag: str) -> int | None:
+    """None is all. Raises UPipeError."""
     if given == "all":
         return None
     if not given.isdecimal():
-        raise UPipeError(f"--keep-attention {given} is not a number of layers; give one, or all")
+        raise UPipeError(f"{flag} {given} is not a number of layers; give one, or all")
     return int(given)

@@ -27,7 +27,7 @@ def from_hugging_face(path: Path) -> ModelShape:
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return _checked(
-            path,
+            f"--model {path}",
             name=config.get("model_type", path.parent.name),
             layers=config["num_hidden_layers"],
             hidden=hidden,
@@ -52,15 +52,15 @@ _KINDS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Decoders of the one architecture that is simulated: RMSNorm, gated MLP, full attention, RoPE."""
 
 
-def _checked(path: Path, **sizes: Any) -> ModelShape:
+def _checked(where: str, **sizes: Any) -> ModelShape:
     """Raises UPipeError unless sizes are whole numbers above 0 that fit together."""
     shape = ModelShape(**sizes)
     for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary"):
         value = getattr(shape, name)
         if not isinstance(value, int) or value < 1:
-            raise UPipeError(f"--model {path} has {value!r} for {name}; the least is 1")
+            raise UPipeError(f"{where} has {value!r} for {name}; the least is 1")
     if shape.heads % shape.kv_heads:
-        raise UPipeError(f"--model {path} has {shape.heads} heads for {shape.kv_heads} KV heads; a multiple is needed")
+        raise UPipeError(f"{where} has {shape.heads} heads for {shape.kv_heads} KV heads; a multiple is needed")
     return shape
 
 
@@ -73,6 +73,11 @@ def from_megatron(path: Path) -> ModelShape:
         words = [part for word in words for part in re.sub(r"^\w+\+?=(?=\s*--)", "", word).split()]
     except (OSError, ValueError) as error:
         raise UPipeError(f"--model {path} cannot be read: {error}") from error
+    return from_words(words, f"--model {path}", path.stem)
+
+
+def from_words(words: list[str], where: str, name: str = "model") -> ModelShape:
+    """Of a command line with Megatron-LM's flags; ``where`` it came from, for errors. Raises UPipeError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag, number in _NUMBERS.items():
         parser.add_argument(flag, type=number)
@@ -81,19 +86,19 @@ def from_megatron(path: Path) -> ModelShape:
     try:
         args, _ = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
-        raise UPipeError(f"--model {path}: {error}") from error
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        if getattr(args, name) is None:
-            raise UPipeError(f"--model {path} has no --{name.replace('_', '-')}; add it to the file")
+        raise UPipeError(f"{where}: {error}") from error
+    for needed in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if getattr(args, needed) is None:
+            raise UPipeError(f"{where} has no --{needed.replace('_', '-')}; add it")
     if not args.swiglu:
-        raise UPipeError(f"--model {path} has no --swiglu; models with a gated MLP are simulated")
+        raise UPipeError(f"{where} has no --swiglu; models with a gated MLP are simulated")
     heads, hidden = args.num_attention_heads, args.hidden_size
     if heads < 1:
-        raise UPipeError(f"--model {path} has --num-attention-heads {heads}; the least is 1")
+        raise UPipeError(f"{where} has --num-attention-heads {heads}; the least is 1")
     ffn = (args.num_experts and args.moe_ffn_hidden_size) or args.ffn_hidden_size
     return _checked(
-        path,
-        name=path.stem,
+        where,
+        name=name,
         layers=args.num_layers,
         hidden=hidden,
         heads=heads,

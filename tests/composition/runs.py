@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -229,8 +229,6 @@ def _train(grid: Grid, models: list, distributed_optimizer: bool, overlap: bool,
         config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
         if ddp.overlap_param_gather and len(wrapped) > 1:
             config.param_sync_func = [w.start_param_sync for w in wrapped]
-    if hasattr(distrib_optimizer, "Adam"):  # 0.18 without TransformerEngine makes the one and asks for the other
-        distrib_optimizer.Adam = torch.optim.AdamW
     optimizer = (
         None
         if grid.precision != "fp32"

@@ -11,9 +11,10 @@ import torch
 from end_to_end.test_upipe_training import CP2, FSDP, NORM_TOLERANCE, TOLERANCE, USP, assert_close
 from end_to_end.training import some_slow, train
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron_version import BEFORE_019, since_019
 
 VOCABULARY = 256
-MASKED = ["--dataloader-inter-document-masking"]
+MASKED = [] if BEFORE_019 else ["--dataloader-inter-document-masking"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 GPT_OSS = ["--softmax-type", "learnable", "--window-size", "(13, 0)", "--window-attn-skip-freq", "2"]
 
@@ -49,18 +50,21 @@ LAYOUTS = {
 }
 
 
+@since_019
 @pytest.mark.parametrize("name", some_slow(LAYOUTS, "exact rope, host store", "TP 2 + sequence parallel"))
 def test_inter_document_masking_trains_as_stock_does(folder, documents, stock, name):
     ranks = 2 if name.startswith("exact") else 4
     assert_close(train(folder, name, ranks, *MASKED, *documents, *LAYOUTS[name], mock_data=False), stock)
 
 
+@since_019
 def test_documents_matter(folder, documents, stock):
     """The same data as one document is another training."""
     whole = train(folder, "whole", 1, *documents, mock_data=False)
     assert abs(whole["grad norm 1"] / stock["grad norm 1"] - 1) > 10 * NORM_TOLERANCE
 
 
+@since_019
 @pytest.mark.slow
 def test_every_pipeline_stage_knows_the_documents(folder, documents):
     flags = [*MASKED, *documents, "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]
@@ -141,6 +145,7 @@ def conversations(folder):
     path.write_text("\n".join(lines))
     script.write_text(SFT_ENTRY)
     flags = ["--sft", "--data-path", str(path), "--split", "90,5,5", "--calculate-per-token-loss"]
+    flags += ["--micro-batch-size", "1"] if BEFORE_019 else []
     return [*flags, "--no-create-attention-mask-in-dataloader"], str(script)
 
 

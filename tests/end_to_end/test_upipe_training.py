@@ -1,5 +1,7 @@
 """UPipe in Megatron's training loop: the stock run's losses, from scratch and from a stock checkpoint."""
 
+import os
+
 import pytest
 from end_to_end.training import MODEL, TRAINING, launch, some_slow, train
 
@@ -244,5 +246,5 @@ def test_import_error_in_the_spec_module_is_loud(folder, monkeypatch):
     hidden = folder / "hidden" / "sitecustomize.py"
     hidden.parent.mkdir()
     hidden.write_text("import sys; sys.modules['megatron_upipe.layers.transformer_layer'] = None\n")
-    monkeypatch.setenv("PYTHONPATH", str(hidden.parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hidden.parent), os.environ.get("PYTHONPATH", "")]))
     assert "megatron_upipe.layer_specs cannot be imported" in _refused(*CP2)
