@@ -12,7 +12,15 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.20"],
     "flash": ["flash-attn>=2.7"],
     "plot": ["matplotlib>=3.8"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6"],
+    "hf": ["transformers>=4.51", "safetensors>=0.4"],
+    "test": [
+        "transformers>=4.51",
+        "safetensors>=0.4",
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "ruff>=0.6",
+    ],
 }
 
 setup(

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from composition import runs
 from composition.grids import WORLD, draw
-from megatron_version import BEFORE_019
 
 TOLERANCE = 1e-4  # fp32, relative to the largest value of the parameter
 EXACT, EXACT_WITH_GATES = 1e-10, 1e-7  # fp64; Megatron takes the sigmoid of output gates in fp32
@@ -51,8 +50,7 @@ def test_experts_and_hybrid_models_equal_the_unsharded_stock_run(workers, name):
     p = OTHER_MODELS[name]["p"]
     sizes = dict(sequence_parallel=False, heads=8, kv_heads=4, heads_per_stage=p, chunk=2, mlp_tile_tokens=7)
     grid = replace(draw(0), **(EXACTLY | sizes | OTHER_MODELS[name]))
-    # 0.18 takes part of the loss that balances experts in fp32
-    assert check(workers, grid, 1e-8 if BEFORE_019 and grid.experts else EXACT)[0] > 0
+    assert check(workers, grid, EXACT)[0] > 0
 
 
 def test_grids_are_the_same_everywhere_and_cover_what_matters():

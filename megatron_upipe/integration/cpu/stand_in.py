@@ -31,6 +31,8 @@ def install(quiet: bool = False) -> None:
         raise UPipeError("the CPU stand-in is already installed; uninstall it first")
     if torch.cuda.is_initialized():
         raise UPipeError("the CPU stand-in cannot be installed: this process already uses a GPU; leave out --upipe-cpu")
+    # `with torch.device(...)` remembers torch's factories at its first use, which must not be the replaced ones
+    torch.utils._device._device_constructors()
     registry.install(OWNER, for_this_megatron(_replacements()))
     global _dynamo_was_disabled
     _dynamo_was_disabled = torch._dynamo.config.disable
