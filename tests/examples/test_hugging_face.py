@@ -57,7 +57,17 @@ def test_there_training_and_back(folder, name):
     saved = folder / f"{name} trained"
     flags += [*TRAINING, "--seq-length", "96", "--max-position-embeddings", "96", "--vocab-size", "250"]
     flags += ["--context-parallel-size", "2", "--spec", "megatron_upipe.layer_specs", "upipe_layer_spec"]
-    flags += ["--load", str(ours), "--finetune", "--save", str(saved), "--data-cache-path", str(folder / "cache")]
+    flags += [
+        "--load",
+        str(ours),
+        "--finetune",
+        "--save",
+        str(saved),
+        "--save-interval",
+        "9",
+        "--data-cache-path",
+        str(folder / "cache"),
+    ]
     done = launch(2, *flags)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     trained = folder / f"{name} trained back"

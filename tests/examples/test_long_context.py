@@ -42,7 +42,15 @@ def test_stages_grow_and_go_on_from_one_another(tmp_path):
     prepare(tmp_path)
     flags = [*MODEL, *[flag for flag in TRAINING if flag != "--mock-data"], "--train-iters", "2", "--split", "100,0,0"]
     flags += ["--data-path", tmp_path / "data", "--data-cache-path", tmp_path / "cache", "--eval-iters", "0"]
-    flags += ["--spec", "megatron_upipe.layer_specs", "upipe_layer_spec", "--context-parallel-size", "2"]
+    flags += [
+        "--spec",
+        "megatron_upipe.layer_specs",
+        "upipe_layer_spec",
+        "--context-parallel-size",
+        "2",
+        "--save-interval",
+        "9",
+    ]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "megatron_upipe.run", *flags]
     stages = ["--original", 32, "--base", 10000, "--head-dim", 6, "--lengths", 64, 128]
