@@ -101,18 +101,27 @@ _TRAINING = (
     _Refusal("use_torch_fsdp2", bool, "--use-torch-fsdp2", "use --use-megatron-fsdp or --use-distributed-optimizer"),
 )
 
+REFUSALS = _MODEL + _TRAINING
+
 
 def check_model(config: Any, training: bool = False) -> None:
     """Raises UPipeError for unsupported settings of ``config``: a TransformerConfig, or arguments with ``training``.
 
     To be called only when P*R > 1: with one context-parallel rank the stock attention runs.
     """
-    for rule in _MODEL + (_TRAINING if training else ()):
+    for rule in REFUSALS if training else _MODEL:
         value = getattr(config, rule.attribute, None)
         if value is not None and rule.refused(value):
             shown = rule.flag if value is True else f"{rule.flag} {_shown(value)}"
             instead = rule.instead if isinstance(rule.instead, str) else rule.instead(value)
             raise UPipeError(f"{shown} is not supported by UPipe with context parallelism; {instead}")
+    shards = getattr(config, "tensor_parallel_num_weight_shards", None)
+    tp = getattr(config, "tensor_model_parallel_size", 1)
+    if shards is not None and shards > tp:  # since megatron-core 0.19
+        raise UPipeError(
+            f"--tensor-parallel-num-weight-shards {shards} is not supported by UPipe, which reads whole weights; the "
+            f"nearest is {tp}, or use --use-megatron-fsdp"
+        )
     if getattr(config, "recompute_granularity", None) == "selective":
         modules = getattr(config, "recompute_modules", None) or ["core_attn"]  # Megatron's default
         useless = [module for module in modules if module in RECOMPUTED]

@@ -92,9 +92,17 @@ def test_takes_what_is_legal():
         check_model(settings(window_size=(128, 0), softmax_type=softmax_type))
 
 
+def test_weights_sharded_beyond_tensor_parallelism_are_refused():
+    check_model(settings(tensor_parallel_num_weight_shards=2, tensor_model_parallel_size=2))
+    with pytest.raises(
+        UPipeError, match=r"--tensor-parallel-num-weight-shards 4 .*; the nearest is 2, or use --use-meg"
+    ):
+        check_model(settings(tensor_parallel_num_weight_shards=4, tensor_model_parallel_size=2))
+
+
 def test_every_rule_is_tried():
     tried = {attribute for attribute, _, _ in BAD}
-    untried = {rule.attribute for rule in checks._MODEL + checks._TRAINING} - tried
+    untried = {rule.attribute for rule in checks.REFUSALS} - tried
     for attribute in untried:  # switches that are only on or off
         with pytest.raises(UPipeError, match=attribute.replace("_", ".")[:6]):
             check_model(settings(**{attribute: True}), training=True)
