@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_upipe.attention.schedule import HeadSchedule, fitting_ulysses_sizes, head_schedule
+from megatron_upipe.config import UPipeConfig
 from megatron_upipe.context.groups import check_sizes
 from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.errors import UPipeError
@@ -161,6 +162,20 @@ def check_fp8_sizes(recipe: Fp8Recipe, schedule: HeadSchedule, *, hidden: int, f
     if ffn is not None:
         sizes["--ffn-hidden-size / --tensor-model-parallel-size"] = ffn
     check_alignment(recipe, sizes)
+
+
+def check_hybrid_policy(upipe: UPipeConfig, pipeline_stages: int) -> None:
+    """Raises UPipeError for settings that need all layers to be UPipe's."""
+    if upipe.checkpoint_every > 1:
+        raise UPipeError(
+            f"--upipe-checkpoint-every {upipe.checkpoint_every} runs UPipe layers again one after the other, and a "
+            "hybrid model has others between them; use 1"
+        )
+    if upipe.keep_attention is not None and pipeline_stages > 1:
+        raise UPipeError(
+            f"--upipe-keep-attention {upipe.keep_attention} cannot be spread over the pipeline stages of a hybrid "
+            "model; use all, or --pipeline-model-parallel-size 1"
+        )
 
 
 def has_experts(index: int, experts: int | None, frequency: int | Sequence[int]) -> bool:

@@ -8,7 +8,14 @@ from argparse import Namespace
 import torch
 
 from megatron_upipe.attention.schedule import head_schedule
-from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_model, check_parallelism, only_experts
+from megatron_upipe.checks import (
+    check_fp8_attention,
+    check_fp8_sizes,
+    check_hybrid_policy,
+    check_model,
+    check_parallelism,
+    only_experts,
+)
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
 from megatron_upipe.integration.upipe_spec import (
@@ -111,6 +118,7 @@ def _check_hybrid(args: Namespace) -> None:
         )
     if "*" not in pattern:
         raise UPipeError(f"--hybrid-layer-pattern {pattern} has no attention layer (*); leave --spec out")
+    check_hybrid_policy(upipe_config(args), args.pipeline_model_parallel_size)
 
 
 def _check_backend(args: Namespace) -> None:

@@ -201,7 +201,7 @@ def _gpt(config: TransformerConfig, stock: bool, vp_stage: int | None) -> tuple[
 
 def _hybrid(grid: Grid, stock: bool) -> tuple[type, dict]:
     from megatron_upipe.layer_specs import upipe_hybrid_stack_spec
-    from megatron_upipe.layers.hybrid import local_hybrid_submodules
+    from megatron_upipe.layers.local_hybrid import local_hybrid_submodules
 
     norm = "LayerNorm" if grid.layer_norm else "RMSNorm"
     local = ModuleSpec(module=HybridStack, submodules=local_hybrid_submodules(norm, grid.qk_layernorm))

@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
 from megatron_upipe.integration.cpu import stand_in
-from megatron_upipe.integration.symbols import _holder, registry
+from megatron_upipe.integration.symbols import _holder, for_this_megatron, registry
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def as_megatron(source: str):
 
 
 def test_uninstall_restores_every_symbol():
-    symbols = [r.symbol for r in stand_in._replacements()]
+    symbols = [r.symbol for r in for_this_megatron(stand_in._replacements())]
 
     def state():
         return {s: vars(_holder(s)[0]).get(_holder(s)[1], "not there") for s in symbols}
@@ -123,3 +123,13 @@ def test_norm_refuses_what_torch_has_not(installed):
 
     with pytest.raises(UPipeError, match="--apply-layernorm-1p is not available on a CPU"):
         WrappedTorchNorm(config(layernorm_zero_centered_gamma=True), 8)
+
+
+def test_device_contexts_still_work(workers):
+    """``with torch.device("meta")`` remembers torch's factories at its first use, here after they were replaced."""
+    assert workers.run(1, _on_meta) == ["meta"]
+
+
+def _on_meta(rank):
+    with torch.device("meta"):
+        return torch.arange(3).device.type

@@ -9,7 +9,7 @@ def _local_stack(original: Any) -> Any:
     from megatron.core.models.hybrid.hybrid_block import HybridStack
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megatron_upipe.layers.hybrid import local_hybrid_submodules
+    from megatron_upipe.layers.local_hybrid import local_hybrid_submodules
 
     # RMSNorm or LayerNorm: on a CPU one class is both
     return ModuleSpec(module=HybridStack, submodules=local_hybrid_submodules("RMSNorm"))
