@@ -1,4 +1,4 @@
-"""A hybrid stack of Megatron's local layers, which Megatron itself has for TransformerEngine only. Nothing of UPipe's."""
+"""A hybrid stack of Megatron's local layers; Megatron has one for TransformerEngine only. Nothing of UPipe's."""
 
 from __future__ import annotations
 
