@@ -85,13 +85,15 @@ class UPipeMLPLayer(MLPLayer):
         if not isinstance(self.self_attention, IdentityOp) or not is_dense(self.mlp):
             raise UPipeError("UPipe's MLP layer takes a dense MLP and nothing else; make its spec by with_upipe")
         self.upipe: UPipeConfig = getattr(config, "upipe", None) or UPipeConfig()
+        context = getattr(self.pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+        self._context_ranks = context.size()
         self.before_backward: Callable[[int], None] = lambda size: None
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any
     ) -> tuple[Tensor, Tensor | None]:
         """As Megatron's, [s/TP or s, b, hidden]; collective over the tensor-parallel group."""
-        if parallel_state.get_context_parallel_world_size() == 1:
+        if self._context_ranks == 1:
             return super().forward(hidden_states, attention_mask=attention_mask, **others)
         inference = others.pop("inference_context", None) or others.pop("inference_params", None)
         unused = ("rotary_pos_emb", "packed_seq_params", "padding_mask", "inference_params")  # by a dense MLP

@@ -49,11 +49,6 @@ def patched(folder, checkout):
 
 
 @pytest.fixture(scope="module")
-def is_019(checkout):
-    return patcher().series(checkout) == "0.19"
-
-
-@pytest.fixture(scope="module")
 def stock(folder, checkout):
     return train(folder, "stock", 1, script=str(checkout / "pretrain_gpt.py"))
 
@@ -104,10 +99,9 @@ def test_checkout_is_patched_and_reverted_in_a_repository(folder, checkout):
         apply.run(clone)
 
 
-def test_hybrid_models(folder, checkout, patched, is_019):
-    if not is_019:
-        pytest.skip("hybrid models are for 0.19")
-    wanted = train(folder, "stock hybrid", 1, *PATTERN, script=str(checkout / "pretrain_hybrid.py"))
+def test_hybrid_models(folder, checkout, patched):
+    stock = ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+    wanted = train(folder, "stock hybrid", 1, *PATTERN, *stock, script=str(checkout / "pretrain_hybrid.py"))
     assert wanted["lm loss 5"] < 0.9 * wanted["lm loss 1"]
     launched = train(folder, "hybrid", 4, *HYBRID, script=str(checkout / "pretrain_hybrid.py"))
     assert_close(launched, wanted)

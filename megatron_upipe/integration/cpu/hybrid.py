@@ -25,5 +25,6 @@ def replacements() -> list[Replacement]:
     why = "Megatron's hybrid models are written for TransformerEngine only"
     return [
         Replacement("megatron.core.models.hybrid.hybrid_block:TENorm", _torch_norm, why),
+        Replacement("megatron.core.models.hybrid.hybrid_layer_specs:hybrid_stack_spec", _local_stack, why),
         Replacement("megatron.training.models.hybrid:default_hybrid_stack_spec", _local_stack, why),
     ]
