@@ -48,6 +48,7 @@ NEEDS_CHECKOUT = {
     "per_dataset_sequences_path": "--per-dataset-sequences-path",
     "check_for_spiky_loss": "--check-for-spiky-loss",
     "inprocess_restart": "--inprocess-restart",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
 }
 
@@ -78,7 +79,8 @@ def main() -> None:
     args = parse_and_validate_args()
     for attribute, flag in NEEDS_CHECKOUT.items():
         if getattr(args, attribute, None):
-            raise UPipeError(f"{flag} is not in the built-in GPT entry; name pretrain_gpt.py of a Megatron-LM checkout")
+            script = "pretrain_hybrid.py" if attribute == "hybrid_layer_pattern" else "pretrain_gpt.py"
+            raise UPipeError(f"{flag} is not in the built-in GPT entry; name {script} of a Megatron-LM checkout")
     datasets_provider.is_distributed = True
     this_megatron.start(args, datasets_provider, forward_step, partial(embedding_ranks, args))
 
