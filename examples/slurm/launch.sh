@@ -2,11 +2,12 @@
 #
 # From the environment, all optional:
 #   UPIPE_VENV       folder of a virtual environment to activate on every node
-#   UPIPE_CONTAINER  image for srun --container-image (pyxis/enroot), with UPIPE_MOUNTS for --container-mounts
+#   UPIPE_CONTAINER  image for srun --container-image (pyxis/enroot); UPIPE_MOUNTS has what training reads, data and a
+#                    checkout, as --container-mounts takes it; the run's folder and this one are mounted by themselves
 #   UPIPE_SCRIPT     training script of a Megatron-LM checkout; without it the built-in GPT entry
 #   UPIPE_RUN_DIR    shared folder of checkpoints, logs and metrics (default: runs/<job name> where sbatch was called)
 #   UPIPE_PREFLIGHT  "off" skips the checks before training
-#   UPIPE_FIT        further flags of `megatron-upipe fit`, such as --gpu-memory 141
+#   UPIPE_FIT        further flags of `megatron-upipe fit`, such as --gpu-memory 141; "off" leaves that check out
 set -euo pipefail
 
 RUN_DIR=${UPIPE_RUN_DIR:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_NAME}
@@ -17,21 +18,28 @@ mkdir -p "$LOGS" "$RUN_DIR/checkpoints"
 
 say() { echo "$(date '+%F %T') $*"; }
 
+CONTAINER=()
+if [[ -n ${UPIPE_CONTAINER:-} ]]; then
+    mounts=${UPIPE_MOUNTS:+$UPIPE_MOUNTS,}$RUN_DIR:$RUN_DIR,$HERE:$HERE
+    CONTAINER=(--container-image="$UPIPE_CONTAINER" --container-mounts="$mounts")
+fi
+# Since Slurm 22.05 srun does not take this from sbatch.
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+
 # One process a GPU, started by srun itself: signals reach every rank, which torchrun would not pass on.
 on_all_ranks() { # <name of the logs> <command...>
-    local name=$1 container=()
+    local name=$1
     shift
-    [[ -z ${UPIPE_CONTAINER:-} ]] || container=(--container-image="$UPIPE_CONTAINER" --container-mounts="${UPIPE_MOUNTS:-$RUN_DIR}")
     # --kill-on-bad-exit: without it the others wait for a lost rank until their timeouts
-    srun --kill-on-bad-exit=1 --wait=60 --open-mode=append --output="$LOGS/$name-rank%t.log" "${container[@]}" \
+    srun --kill-on-bad-exit=1 --open-mode=append --output="$LOGS/$name-rank%t.log" "${CONTAINER[@]}" \
         bash "$HERE/rank.sh" "$@"
 }
 
 # To save and end (rank.sh).
 tell_ranks() {
     local step
-    step=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -E '\.[0-9]+$' | tail -n 1)
-    scancel --signal=USR1 "$step"
+    step=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | { grep -E '\.[0-9]+$' || true; } | tail -n 1)
+    scancel --signal=USR1 "$step" || true # it may have ended by itself
 }
 
 set_environment() {
@@ -66,7 +74,8 @@ preflight() {
     if [[ ${UPIPE_FIT:-} != off ]]; then
         say "pre-flight 1 of 2: does it fit?"
         # shellcheck disable=SC2086
-        python -m megatron_upipe.cli fit --gpus "$SLURM_NTASKS" --gpus-per-node "$gpus_per_node" ${UPIPE_FIT:-} -- \
+        srun --nodes=1 --ntasks=1 "${CONTAINER[@]}" python -m megatron_upipe.cli fit --gpus "$SLURM_NTASKS" \
+            --gpus-per-node "$gpus_per_node" ${VOCABULARY:+--vocab-size "$VOCABULARY"} ${UPIPE_FIT:-} -- \
             "${MODEL[@]}" "${TRAINING[@]}" "${UPIPE[@]}" "${DATA[@]}" || {
             say "pre-flight failed: these flags do not fit; \`megatron-upipe plan\` finds some that do"
             exit 1
@@ -129,5 +138,5 @@ choose_data() { # <vocabulary>
         say "DATA_PATH is not set: mock data"
         DATA+=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$1")
     fi
-    UPIPE_FIT="--vocab-size $1 ${UPIPE_FIT:-}" # the simulation asks no tokenizer
+    VOCABULARY=$1 # for the simulation, which asks no tokenizer
 }

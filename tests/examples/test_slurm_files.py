@@ -18,8 +18,8 @@ FILES = sorted(path.stem for path in SLURM.glob("*nodes.sbatch")) + sorted(p.ste
 # Instead of launch.sh: what the file would train with.
 STUB = """
 RUN_DIR=runs
-choose_data() { UPIPE_FIT="--vocab-size $1"; DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$1"); }
-run() { printf '%q ' $UPIPE_FIT; echo; printf '%q ' "${MODEL[@]}" "${TRAINING[@]}" "${UPIPE[@]}" "${DATA[@]}"; echo; }
+choose_data() { VOCABULARY=$1; DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$1"); }
+run() { printf '%q ' --vocab-size $VOCABULARY; echo; printf '%q ' "${MODEL[@]}" "${TRAINING[@]}" "${UPIPE[@]}" "${DATA[@]}"; echo; }
 """
 
 
