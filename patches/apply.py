@@ -73,9 +73,16 @@ def run(checkout: Path, check: bool = False, revert: bool = False) -> str:
     if changed:
         raise RefusedError(f"{checkout} has uncommitted changes ({', '.join(sorted(changed))}); commit or stash them")
     patch = HERE / f"core_v{version}.x.patch"
-    git(checkout, "apply", "--unidiff-zero", *(["--reverse"] if revert else []), str(patch))
-    if state(checkout, version) == revert:
-        raise RefusedError(f"{patch} did not change {checkout}; is it complete?")
+    before = {checkout / name: (checkout / name).read_bytes() for name in KNOWN[version]}
+    try:
+        git(checkout, "apply", "--unidiff-zero", *(["--reverse"] if revert else []), str(patch))
+        if state(checkout, version) == revert:
+            raise RefusedError(f"{patch} did not change {checkout}; is it complete?")
+    except RefusedError as refusal:
+        for script, content in before.items():
+            if script.read_bytes() != content:
+                script.write_bytes(content)
+        raise RefusedError(f"git did not apply the patch as it stands, and nothing was changed: {refusal}") from refusal
     if revert:
         return f"{checkout} (Megatron-LM {version}) is as it was"
     return (
@@ -101,7 +108,11 @@ def state(checkout: Path, version: str) -> bool:
     found = set()
     for name, known in KNOWN[version].items():
         script = checkout / name
-        content = script.read_bytes() if script.is_file() else b""
+        if not script.is_file():
+            raise RefusedError(f"{checkout} has no {name}; check it out again")
+        content = script.read_bytes()
+        if b"\r\n" in content:
+            raise RefusedError(f"{script} has Windows line ends; check it out with git's core.autocrlf off")
         stock = content.replace(INSERTED.encode(), b"", 1)
         if content_hash(stock) != known:
             raise RefusedError(f"{script} is not that of a release of {version}; {BY_HAND}{INSERTED}")

@@ -6,7 +6,7 @@
     python examples/hugging_face/convert.py compare CHECKPOINT HF_FOLDER         # logits of both, on random tokens
 
 The checkpoint is in torch_dist format: it loads at any parallelism, with UPipe's spec and with the stock ones
-(--load CHECKPOINT --finetune). For other models: Megatron-Bridge, whose checkpoints load the same way.
+(--load CHECKPOINT --finetune), but not under Megatron-FSDP (docs/quick_start.md). For other models: Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -43,6 +43,7 @@ def main() -> int:
         command.add_argument("--dtype", choices=DTYPES, default="fp32" if name == "compare" else "bf16")
     given = parser.parse_args()
     config = read_config(given.hugging_face)
+    check_places(given)
     model = build(config, given.dtype)
     if given.command == "to-megatron":
         import_weights(model, given.hugging_face, config, given.checkpoint)
@@ -53,6 +54,15 @@ def main() -> int:
         export_weights(model, given.hugging_face, config, given.new_folder)
         return 0
     return compare(model, given.hugging_face, config)
+
+
+def check_places(given: argparse.Namespace) -> None:
+    """Before minutes of reading. Raises SystemExit."""
+    new = given.checkpoint / "release" if given.command == "to-megatron" else getattr(given, "new_folder", None)
+    if new is not None and new.exists():
+        raise SystemExit(f"{new} exists already; name another folder")
+    if given.command != "to-megatron" and not (given.checkpoint / "latest_checkpointed_iteration.txt").exists():
+        raise SystemExit(f"{given.checkpoint} is no Megatron-LM checkpoint: no latest_checkpointed_iteration.txt")
 
 
 def build(config: dict[str, Any], dtype: str) -> torch.nn.Module:
@@ -96,12 +106,15 @@ def import_weights(model: torch.nn.Module, folder: Path, config: dict[str, Any],
     from megatron.core import dist_checkpointing
 
     parameters = dict(model.named_parameters())
-    read = _reader(folder)
+    read, unread = _reader(folder)
     with torch.no_grad():
         for name, value in _shown(to_megatron(read, shape_of(config), padded_vocabulary(config)), len(parameters)):
             parameters.pop(name).copy_(value)
     if parameters:
         raise SystemExit(f"{folder} has no weights for {', '.join(parameters)}")
+    left = {name for name in unread if not name.endswith("rotary_emb.inv_freq")} - {"lm_head.weight"}  # made, or tied
+    if left:
+        raise SystemExit(f"{folder} has weights that this example does not know: {', '.join(sorted(left)[:3])} ...")
     target = checkpoint / "release"
     target.mkdir(parents=True)
     state = {"model": model.sharded_state_dict(), "checkpoint_version": 3.0, "iteration": 0}
@@ -151,15 +164,23 @@ def compare(model: torch.nn.Module, folder: Path, config: dict[str, Any]) -> int
     return 0 if difference <= least else 1
 
 
-def _reader(folder: Path) -> Any:
-    """name -> tensor, from safetensors files one tensor at a time."""
+def _reader(folder: Path) -> tuple[Callable[[str], torch.Tensor], set[str]]:
+    """name -> tensor, from safetensors files one tensor at a time; and the names that have not been read."""
     from safetensors import safe_open
 
     files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
     if not files:
         raise SystemExit(f"{folder} has no .safetensors files; save the model with safe_serialization")
     places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-    return lambda name: places[name].get_tensor(name)
+    unread = set(places)
+
+    def read(name: str) -> torch.Tensor:
+        if name not in places:
+            raise SystemExit(f"{folder} has no {name}")
+        unread.discard(name)
+        return places[name].get_tensor(name)
+
+    return read, unread
 
 
 def _shown(pairs: Iterable[tuple[str, Any]], total: int) -> Iterator[tuple[str, Any]]:

@@ -15,16 +15,18 @@ MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Raises SystemExit with a sentence for models that this example does not know."""
+    if not (folder / "config.json").is_file():
+        raise SystemExit(f"{folder} is no Hugging Face folder: it has no config.json")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = config.get("model_type")
     if kind not in KINDS:
         raise SystemExit(f"{folder} is a {kind}; this example converts {', '.join(KINDS)}")
     if config.get("hidden_act", "silu") != "silu" or config.get("mlp_bias"):
         raise SystemExit(f"{folder}: an MLP with {config.get('hidden_act')} or biases is not converted")
-    if kind == "llama" and config.get("attention_bias"):
+    if kind != "qwen2" and config.get("attention_bias"):
         raise SystemExit(f"{folder}: attention_bias, which includes the output projection, is not converted")
     if _window(config):
-        raise SystemExit(f"{folder}: sliding windows in some of the layers are not converted")
+        raise SystemExit(f"{folder}: a sliding window is not converted")
     return config
 
 

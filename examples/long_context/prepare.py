@@ -42,6 +42,8 @@ def main() -> int:
         parser.error(f"{missing[0]} is no file")
     lengths = write(given)
     if not lengths:
+        for ending in (".bin", ".idx"):
+            Path(f"{given.out}{ending}").unlink()
         parser.error(f"no document has --min-tokens {given.min_tokens}; the files were read to the end")
     show(lengths)
     print(f"train with --data-path {given.out}")
@@ -58,7 +60,7 @@ def write(given: argparse.Namespace) -> list[int]:
     last = started
     with multiprocessing.Pool(given.workers, partial(_start, given.tokenizer)) as pool:
         for tokens in pool.imap(_tokenize, texts(given.files), chunksize=1):
-            if len(tokens) < given.min_tokens:
+            if len(tokens) < max(given.min_tokens, 2):  # the end of a document alone is none
                 left_out += 1
                 continue
             builder.add_document(torch.from_numpy(tokens), [len(tokens)])
@@ -76,9 +78,18 @@ def texts(files: list[Path]) -> Iterator[str]:
     for path in files:
         if path.suffix == ".jsonl":
             with path.open(encoding="utf-8") as lines:
-                yield from (json.loads(line)["text"] for line in lines if line.strip())
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield _text_of(line, f"{path}, line {number}")
         else:
             yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        return json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{where} is no JSON object with a field text: {error}") from error
 
 
 def show(lengths: list[int]) -> None:
@@ -101,6 +112,8 @@ def _start(tokenizer: str) -> None:
         from transformers import AutoTokenizer
 
         _tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        if _tokenizer.eos_token_id is None:
+            raise SystemExit(f"--tokenizer {tokenizer} has no end-of-document token (eos_token)")
 
 
 def _tokenize(text: str) -> numpy.ndarray:

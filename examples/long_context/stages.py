@@ -5,7 +5,8 @@
         --load CHECKPOINT --save RUNS -- torchrun --nproc-per-node 8 -m megatron_upipe.run <all flags of a stage>
 
 runs the command after -- once for each length, with --seq-length, --max-position-embeddings, --rotary-base, --load and
---save added; --print only shows the commands (for one sbatch each). A stage that has been completed is passed over.
+--save added; --print only shows the commands. A stage is complete when its checkpoint has the command's --train-iters; it is then
+passed over, and one that was interrupted goes on from its own checkpoint. The command has to wait for the training.
 
 The base grows with the length L as base * (L / original)^(d / (d - 2)), so that the slowest angle turns as far over L
 as it did over the original length (NTK-aware scaling, bloc97 2023); --bases sets others.
@@ -40,6 +41,10 @@ def main() -> int:
         parser.error(f"--lengths have to grow from --original {given.original} on")
     if given.bases and len(given.bases) != len(given.lengths):
         parser.error(f"--bases has {len(given.bases)} values for {len(given.lengths)} --lengths")
+    if given.head_dim < 4:
+        parser.error(f"--head-dim {given.head_dim} is too small; the least is 4")
+    if "--train-iters" not in given.command[:-1]:
+        parser.error("the command has no --train-iters, by which a complete stage is known; add it")
     before = given.load
     for index, length in enumerate(given.lengths):
         base = given.bases[index] if given.bases else scaled_base(given.base, length / given.original, given.head_dim)
@@ -53,14 +58,17 @@ def main() -> int:
 def run(given: argparse.Namespace, index: int, length: int, base: int, before: Path, folder: Path) -> bool:
     """Whether the stage is complete. One that was interrupted goes on from its own checkpoint."""
     print(f"== stage {index + 1} of {len(given.lengths)}: {length} tokens, --rotary-base {base}", flush=True)
-    done, begun = folder / "done", (folder / "latest_checkpointed_iteration.txt").exists()
+    wanted = given.command[given.command.index("--train-iters") + 1]
+    begun = reached(folder) is not None
     command = [*given.command, "--seq-length", str(length), "--max-position-embeddings", str(length)]
     command += ["--rotary-base", str(base), "--save", str(folder)]
-    command += ["--load", str(folder)] if begun else ["--load", str(before), "--finetune"]
+    command += (
+        ["--load", str(folder)] if begun else ["--load", str(before), "--finetune", "--exit-on-missing-checkpoint"]
+    )
     if given.print:
         print(shlex.join(command))
         return True
-    if done.exists():
+    if reached(folder) == wanted:
         print(f"   complete: {folder}")
         return True
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,9 +76,20 @@ def run(given: argparse.Namespace, index: int, length: int, base: int, before: P
     if subprocess.run(command, check=False).returncode != 0:
         print(f"stages.py: stage {index + 1} failed; the same command goes on from {folder}", file=sys.stderr)
         return False
-    done.touch()
+    if reached(folder) != wanted:
+        print(
+            f"stages.py: stage {index + 1} ended at iteration {reached(folder) or 0} of {wanted}; the same command goes on",
+            file=sys.stderr,
+        )
+        return False
     print(f"   {time.monotonic() - started:.0f} s", flush=True)
     return True
+
+
+def reached(folder: Path) -> str | None:
+    """The iteration of the folder's last checkpoint."""
+    latest = folder / "latest_checkpointed_iteration.txt"
+    return latest.read_text().strip() if latest.exists() else None
 
 
 def scaled_base(base: int, longer: float, head_dim: int) -> int:

@@ -5,6 +5,8 @@
 #   UPIPE_CONTAINER  image for srun --container-image (pyxis/enroot); UPIPE_MOUNTS has what training reads, data and a
 #                    checkout, as --container-mounts takes it; the run's folder and this one are mounted by themselves
 #   UPIPE_SCRIPT     training script of a Megatron-LM checkout; without it the built-in GPT entry
+#   UPIPE_LOAD       checkpoint to begin from (torch_dist; fsdp_dtensor for jobs with Megatron-FSDP); without it, and
+#                    without one of an earlier start, weights are random
 #   UPIPE_RUN_DIR    shared folder of checkpoints, logs and metrics (default: runs/<job name> where sbatch was called)
 #   UPIPE_PREFLIGHT  "off" skips the checks before training
 #   UPIPE_FIT        further flags of `megatron-upipe fit`, such as --gpu-memory 141; "off" leaves that check out
@@ -60,8 +62,9 @@ set_environment() {
     # Stages free and take tensors of many sizes; fixed segments would leave gigabytes reserved and unusable.
     export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-$PYTORCH_CUDA_ALLOC_CONF} # its name in newer torch
-    # What every rank did last, in the log of a hang.
+    # What every rank did last, if one hangs.
     export TORCH_NCCL_TRACE_BUFFER_SIZE=${TORCH_NCCL_TRACE_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIMEOUT=1
+    export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=$LOGS/nccl_trace_rank_
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
     # Host threads do little here, and ranks would take each other's cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
@@ -77,8 +80,13 @@ preflight() {
         srun --nodes=1 --ntasks=1 "${CONTAINER[@]}" python -m megatron_upipe.cli fit --gpus "$SLURM_NTASKS" \
             --gpus-per-node "$gpus_per_node" ${VOCABULARY:+--vocab-size "$VOCABULARY"} ${UPIPE_FIT:-} -- \
             "${MODEL[@]}" "${TRAINING[@]}" "${UPIPE[@]}" "${DATA[@]}" || {
-            say "pre-flight failed: these flags do not fit; \`megatron-upipe plan\` finds some that do"
-            exit 1
+            local status=$?
+            if [[ $status == 1 ]]; then
+                say "pre-flight failed: these flags do not fit; \`megatron-upipe plan\` finds some that do"
+            else
+                say "pre-flight failed: whether it fits could not be found out; UPIPE_FIT=off leaves this check out"
+            fi
+            exit "$status"
         }
     fi
     say "pre-flight 2 of 2: selftest on all ranks ($LOGS/selftest-rank0.log)"
@@ -88,43 +96,61 @@ preflight() {
     }
 }
 
+queue_again() {
+    scontrol requeue "$SLURM_JOB_ID"
+    sleep 60 # until Slurm ends this script
+    exit 0
+}
+
 # Trains, or goes on from the last checkpoint. On USR1 (#SBATCH --signal: the time limit is near) every rank saves and
 # ends, and the job asks for its next turn. On TERM (requeue, preemption, scancel) they save too, if Slurm gives them
 # KillWait seconds enough; what happens to the job then is Slurm's to say.
 train() {
-    local checkpoints=(--save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints" --exit-signal-handler)
-    local again=0 status=0 shown=$LOGS/train-rank$((SLURM_NTASKS - 1)).log
+    local checkpoints=(--save "$RUN_DIR/checkpoints" --exit-signal-handler) script=()
+    if [[ -e $RUN_DIR/checkpoints/latest_checkpointed_iteration.txt ]]; then
+        checkpoints+=(--load "$RUN_DIR/checkpoints")
+    elif [[ -n ${UPIPE_LOAD:-} ]]; then
+        checkpoints+=(--load "$UPIPE_LOAD" --finetune --exit-on-missing-checkpoint)
+    else
+        say "UPIPE_LOAD is not set: random weights"
+    fi
+    [[ -z ${UPIPE_SCRIPT:-} ]] || script=("$UPIPE_SCRIPT")
+    local shown=$LOGS/train-rank$((SLURM_NTASKS - 1)).log
     touch "$shown"
     say "training, start $((RESTART + 1)): logs in $LOGS, checkpoints in $RUN_DIR/checkpoints"
-    # shellcheck disable=SC2086
-    on_all_ranks train python -m megatron_upipe.run ${UPIPE_SCRIPT:-} "${MODEL[@]}" "${TRAINING[@]}" "${UPIPE[@]}" \
+    on_all_ranks train python -m megatron_upipe.run "${script[@]}" "${MODEL[@]}" "${TRAINING[@]}" "${UPIPE[@]}" \
         "${DATA[@]}" "${checkpoints[@]}" --upipe-metrics "$RUN_DIR/metrics.jsonl" &
     local step=$!
     tail -n 0 -F "$shown" 2>/dev/null | grep --line-buffered -E "iteration +[0-9]+/|validation loss|megatron_upipe: error" &
     local shows=$!
-    trap 'again=1; say "time limit near: saving"; tell_ranks' USR1
-    trap 'say "told to end: saving"' TERM # Slurm tells the ranks, too
-    while true; do # a trap ends a wait
-        wait "$step" && status=0 || status=$?
-        kill -0 "$step" 2>/dev/null || break
+    trap 'trapped=1 again=1; say "time limit near: saving"; tell_ranks' USR1
+    trap 'trapped=1; say "told to end: saving"' TERM # Slurm tells the ranks, too
+    local status=0 found trapped=1
+    while [[ $trapped == 1 ]]; do # a trap ends a wait; the next one has the status
+        trapped=0
+        wait "$step" && found=0 || found=$?
+        [[ $found == 127 ]] || status=$found
     done
     trap - USR1 TERM
     sleep 1 # the last lines
     kill "$shows" 2>/dev/null || true
     if [[ $again == 1 && $status == 0 ]]; then
         say "saved; the job queues again"
-        scontrol requeue "$SLURM_JOB_ID"
-        sleep 60 # until Slurm ends this script
+        queue_again
     fi
+    [[ $status == 0 ]] || grep -h "megatron_upipe: error" "$LOGS"/train-rank*.log | tail -n 1 || true
     say "training ended with status $status"
     exit "$status"
 }
 
 run() {
+    again=0 # whether the time limit is near
+    trap 'again=1' USR1
     set_environment
     # After a requeue the nodes may be others, so they are checked again; whether it fits is known.
     [[ $RESTART == 0 ]] || UPIPE_FIT=off
     preflight
+    [[ $again == 0 ]] || queue_again
     train
 }
 
@@ -133,7 +159,9 @@ run() {
 choose_data() { # <vocabulary>
     DATA=(--data-cache-path "$RUN_DIR/cache")
     if [[ -n ${DATA_PATH:-} ]]; then
-        DATA+=(--data-path "$DATA_PATH" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER:?}")
+        local paths
+        read -r -a paths <<<"$DATA_PATH" # several with weights are a blend: 0.3 a 0.7 b
+        DATA+=(--data-path "${paths[@]}" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER:?}")
     else
         say "DATA_PATH is not set: mock data"
         DATA+=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$1")

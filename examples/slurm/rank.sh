@@ -10,10 +10,12 @@ echo "== $(date '+%F %T') rank $RANK of $WORLD_SIZE, node $SLURMD_NODENAME, star
     exec "$@"
 ) &
 rank=$!
-trap 'kill -TERM $rank' USR1
-trap : TERM
-while true; do # a trap ends a wait
-    wait "$rank" && status=0 || status=$?
-    kill -0 "$rank" 2>/dev/null || break
+trap 'trapped=1; kill -TERM $rank' USR1
+trap 'trapped=1' TERM
+trapped=1
+while [[ $trapped == 1 ]]; do # a trap ends a wait; the next one has the status
+    trapped=0
+    wait "$rank" && found=0 || found=$?
+    [[ $found == 127 ]] || status=$found
 done
 exit "$status"

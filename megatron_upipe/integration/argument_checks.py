@@ -103,7 +103,7 @@ def _check_hybrid(args: Namespace) -> None:
     """The spec must be of the kind of model that the script builds; Megatron fails far from the reason."""
     pattern, shown = hybrid_pattern(args), "--spec " + " ".join(args.spec)
     if pattern is None and builds_hybrid(args):
-        raise UPipeError(f"{shown} is for pretrain_hybrid.py with --hybrid-layer-pattern; use upipe_layer_spec for GPT")
+        raise UPipeError(f"{shown} needs --hybrid-layer-pattern; add that, or use upipe_layer_spec for a GPT model")
     if pattern is None:
         return
     if not builds_hybrid(args):

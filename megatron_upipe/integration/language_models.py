@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.symbols import Replacement
 
 GPT_MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
@@ -40,14 +41,37 @@ class NoTable(torch.nn.Module):
 
 
 def _without_table(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        _check_kind(signature.bind(self, *args, **kwargs).arguments)
         original(self, *args, **kwargs)
         upipe = getattr(self.config, "upipe", None)
         if upipe is not None and upipe.rope == "exact" and self.position_embedding_type == "rope":
             self.rotary_pos_emb = NoTable(self.rotary_pos_emb)
 
-    __init__.__signature__ = inspect.signature(original)
+    __init__.__signature__ = signature
     return __init__
+
+
+def _check_kind(given: dict[str, Any]) -> None:
+    """Megatron fails far from the reason when the spec is for the other kind of model."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+
+    from megatron_upipe.layers.transformer_layer import UPipeTransformerLayer
+
+    layer, stack = (
+        getattr(given.get(name), "module", None) for name in ("transformer_layer_spec", "hybrid_stack_spec")
+    )
+    if isinstance(layer, type) and issubclass(layer, HybridStack):
+        raise UPipeError(
+            f"a GPT model was given the spec of a {layer.__name__}; use upipe_layer_spec, or pretrain_hybrid.py"
+        )
+    if stack is UPipeTransformerLayer:
+        raise UPipeError(
+            "a hybrid model was given the spec of a layer; use upipe_hybrid_stack_spec and --hybrid-layer-pattern, or "
+            "pretrain_gpt.py"
+        )
 
 
 def _with_tiled_loss(original: Callable) -> Callable:

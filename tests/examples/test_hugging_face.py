@@ -76,6 +76,17 @@ def test_there_training_and_back(folder, name):
     convert("compare", saved, theirs, status=1)  # the training has changed it
 
 
+def test_weights_that_would_be_lost_are_refused(folder):
+    from safetensors.torch import load_file, save_file
+
+    theirs = make(folder, "qwen3")
+    weights = load_file(theirs / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.bias"] = weights["model.norm.weight"].clone()
+    save_file(weights, theirs / "model.safetensors", {"format": "pt"})
+    out = convert("to-megatron", theirs, folder / "lost", status=1)
+    assert "has weights that this example does not know: model.layers.0.self_attn.q_proj.bias" in out
+
+
 def test_other_models_are_refused(folder):
     other = folder / "gpt2"
     other.mkdir()

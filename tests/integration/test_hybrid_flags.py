@@ -17,7 +17,7 @@ PATTERN = ["--hybrid-layer-pattern", "*-*-"]
     [
         (
             [*SIZES, *HYBRID, "--num-layers", "4"],
-            "upipe_hybrid_stack_spec is for pretrain_hybrid.py with --hybrid-",
+            "upipe_hybrid_stack_spec needs --hybrid-layer-pattern; add that, or",
         ),
         (
             [*SIZES, *SPEC, *PATTERN],

@@ -13,7 +13,8 @@ from megatron_upipe.planning.training_flags import training_flags
 
 MODEL = shlex.split(
     """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
-    --num-query-groups 8 --vocab-size 128256 --rotary-base 500000 --swiglu --untie-embeddings-and-output-weights"""
+    --num-query-groups 8 --bf16 --vocab-size 128256 --rotary-base 500000 --swiglu
+    --untie-embeddings-and-output-weights"""
 )
 LONG = ["--seq-length", "131072", "--context-parallel-size", "8"]
 
@@ -48,7 +49,20 @@ def test_notes_say_what_is_taken_otherwise():
         ([*MODEL, *LONG], 12, "--gpus 12 is no multiple of the 8 ranks of a model; the nearest is 8"),
         ([*MODEL, *LONG, "--hybrid-layer-pattern", "*-"], 8, "only GPT models are simulated"),
         ([*MODEL, *LONG, "--upipe-keep-attention", "some"], 8, "--upipe-keep-attention some is not a number of layers"),
-        (LONG, 8, "the command line has no --num-layers; add it"),
+        (
+            [*MODEL, *LONG, "--upipe-keep-atention", "1"],
+            8,
+            "unknown flag --upipe-keep-atention; the nearest .* is --up",
+        ),
+        ([flag for flag in MODEL if flag != "--bf16"] + LONG, 8, "no --bf16, the only precision"),
+        (
+            [*MODEL, *LONG, "--hierarchical-context-parallel-sizes", "4"],
+            8,
+            "sizes 4: P x R has to be .* nearest is 8 1",
+        ),
+        ([*MODEL, *LONG, "--use-megatron-fsdp"], 8, "no_shard .* is not simulated; the nearest is optim_grads_params"),
+        ([*MODEL, *LONG], 0, "--gpus 0 is too small; the least is 1"),
+        ([*LONG, "--bf16"], 8, "the command line has no --num-layers; add it"),
         ([*MODEL, "--seq-length", "8K"], 8, "argument --seq-length: invalid int value: '8K'"),
     ],
 )
@@ -59,8 +73,11 @@ def test_refused(flags, gpus, message):
 
 def test_exit_status_says_whether_it_fits(capsys):
     small = [*MODEL, "--seq-length", "16384", "--context-parallel-size", "2", "--use-megatron-fsdp"]
-    small += ["--use-distributed-optimizer", "--num-layers", "2"]
+    small += ["--use-distributed-optimizer", "--num-layers", "2", "--bf16"]
+    small += ["--data-parallel-sharding-strategy", "optim_grads_params"]
     assert cli.main(["fit", "--gpus", "2", "--gpu-memory", "60", "--", *small]) == 0
     assert "fits in 60 GiB less 6 of reserve" in capsys.readouterr().out
     assert cli.main(["fit", "--gpus", "2", "--gpu-memory", "7", "--json", "--", *small]) == 1
     assert '"fits": false' in capsys.readouterr().out
+    assert cli.main(["fit", "--gpus", "2", "--", *small, "--upipe-keep-attention", "5"]) == 2
+    assert "error: --upipe-keep-attention 5 is more than the 2 layers" in capsys.readouterr().err
