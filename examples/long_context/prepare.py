@@ -40,7 +40,14 @@ def main() -> int:
     missing = [str(path) for path in given.files if not path.is_file()]
     if missing:
         parser.error(f"{missing[0]} is no file")
-    lengths = write(given)
+    if given.tokenizer != BYTES:
+        _start(given.tokenizer)  # once here, where an error can be told
+        if _tokenizer.eos_token_id is None:
+            parser.error(f"--tokenizer {given.tokenizer} has no end-of-document token (eos_token)")
+    try:
+        lengths = write(given)
+    except ValueError as error:
+        parser.error(str(error))
     if not lengths:
         for ending in (".bin", ".idx"):
             Path(f"{given.out}{ending}").unlink()
@@ -89,7 +96,7 @@ def _text_of(line: str, where: str) -> str:
     try:
         return json.loads(line)["text"]
     except (ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{where} is no JSON object with a field text: {error}") from error
+        raise ValueError(f"{where} is no JSON object with a field text: {error}") from error
 
 
 def show(lengths: list[int]) -> None:
@@ -112,8 +119,6 @@ def _start(tokenizer: str) -> None:
         from transformers import AutoTokenizer
 
         _tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        if _tokenizer.eos_token_id is None:
-            raise SystemExit(f"--tokenizer {tokenizer} has no end-of-document token (eos_token)")
 
 
 def _tokenize(text: str) -> numpy.ndarray:

@@ -5,8 +5,9 @@
         --load CHECKPOINT --save RUNS -- torchrun --nproc-per-node 8 -m megatron_upipe.run <all flags of a stage>
 
 runs the command after -- once for each length, with --seq-length, --max-position-embeddings, --rotary-base, --load and
---save added; --print only shows the commands. A stage is complete when its checkpoint has the command's --train-iters; it is then
-passed over, and one that was interrupted goes on from its own checkpoint. The command has to wait for the training.
+--save added; --print only shows the commands. A stage is complete when its checkpoint has the command's --train-iters,
+and is then passed over; one that was interrupted goes on from its own checkpoint. The command has to wait until the
+training ends.
 
 The base grows with the length L as base * (L / original)^(d / (d - 2)), so that the slowest angle turns as far over L
 as it did over the original length (NTK-aware scaling, bloc97 2023); --bases sets others.
@@ -45,6 +46,8 @@ def main() -> int:
         parser.error(f"--head-dim {given.head_dim} is too small; the least is 4")
     if "--train-iters" not in given.command[:-1]:
         parser.error("the command has no --train-iters, by which a complete stage is known; add it")
+    if not given.print and reached(given.load) is None:
+        parser.error(f"--load {given.load} is no checkpoint: it has no latest_checkpointed_iteration.txt")
     before = given.load
     for index, length in enumerate(given.lengths):
         base = given.bases[index] if given.bases else scaled_base(given.base, length / given.original, given.head_dim)
@@ -62,9 +65,8 @@ def run(given: argparse.Namespace, index: int, length: int, base: int, before: P
     begun = reached(folder) is not None
     command = [*given.command, "--seq-length", str(length), "--max-position-embeddings", str(length)]
     command += ["--rotary-base", str(base), "--save", str(folder)]
-    command += (
-        ["--load", str(folder)] if begun else ["--load", str(before), "--finetune", "--exit-on-missing-checkpoint"]
-    )
+    first = ["--load", str(before), "--finetune", "--exit-on-missing-checkpoint"]
+    command += ["--load", str(folder)] if begun else first
     if given.print:
         print(shlex.join(command))
         return True
@@ -77,10 +79,8 @@ def run(given: argparse.Namespace, index: int, length: int, base: int, before: P
         print(f"stages.py: stage {index + 1} failed; the same command goes on from {folder}", file=sys.stderr)
         return False
     if reached(folder) != wanted:
-        print(
-            f"stages.py: stage {index + 1} ended at iteration {reached(folder) or 0} of {wanted}; the same command goes on",
-            file=sys.stderr,
-        )
+        where = f"stage {index + 1} ended at iteration {reached(folder) or 0} of {wanted}"
+        print(f"stages.py: {where}; the same command goes on", file=sys.stderr)
         return False
     print(f"   {time.monotonic() - started:.0f} s", flush=True)
     return True

@@ -110,6 +110,10 @@ train() {
     if [[ -e $RUN_DIR/checkpoints/latest_checkpointed_iteration.txt ]]; then
         checkpoints+=(--load "$RUN_DIR/checkpoints")
     elif [[ -n ${UPIPE_LOAD:-} ]]; then
+        if [[ ! -e $UPIPE_LOAD/latest_checkpointed_iteration.txt ]]; then
+            say "UPIPE_LOAD=$UPIPE_LOAD is no checkpoint: it has no latest_checkpointed_iteration.txt"
+            exit 2
+        fi
         checkpoints+=(--load "$UPIPE_LOAD" --finetune --exit-on-missing-checkpoint)
     else
         say "UPIPE_LOAD is not set: random weights"

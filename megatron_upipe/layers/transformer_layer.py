@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -178,8 +178,11 @@ class UPipeTransformerLayer(TransformerLayer):
     def _forward_experts(self, padding_mask: Tensor | None, packed: Any, hidden: Tensor) -> Tensor:
         """Megatron's own second half; in backward, too, in the precision that Megatron's block gives its layers."""
         told = {"packed_seq_params": packed} if _MLP_KNOWS_DOCUMENTS else {}
-        with get_fp8_context(self.config, self.layer_number - 1) if self.config.fp8 else nullcontext():
+        with self._quantization_context():
             return self._forward_mlp(hidden, padding_mask=padding_mask, **told)
+
+    def _quantization_context(self) -> AbstractContextManager:
+        return get_fp8_context(self.config, self.layer_number - 1) if self.config.fp8 else nullcontext()
 
     def _add_attention(self, projected: Tensor, residual: Tensor) -> Tensor:
         """Output bias and residual connection."""

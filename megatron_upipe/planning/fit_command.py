@@ -108,6 +108,26 @@ def main(args: argparse.Namespace) -> int:
     return 0 if fits else 1
 
 
+def _check_flags(words: list[str], given: argparse.Namespace) -> None:
+    """Raises UPipeError for what the simulation would silently take for something else."""
+    if given.seq_length is None:
+        raise UPipeError("the flags have no --seq-length; add it")
+    if given.micro_batch_size != 1:
+        raise UPipeError(f"--micro-batch-size {given.micro_batch_size} is not simulated; the nearest is 1")
+    if given.hybrid_layer_pattern:
+        raise UPipeError(f"--hybrid-layer-pattern {given.hybrid_layer_pattern}: only GPT models are simulated")
+    for flag in (word for word in words if word.startswith("--upipe-") and word not in (*_KNOWN, *_PASSED_OVER)):
+        near = difflib.get_close_matches(flag, _KNOWN, n=1, cutoff=0)[0]
+        raise UPipeError(f"unknown flag {flag}; the nearest known one is {near}")
+    if not given.bf16:
+        raise UPipeError("the flags have no --bf16, the only precision that is simulated; add it")
+    if given.use_megatron_fsdp and given.data_parallel_sharding_strategy != "optim_grads_params":
+        raise UPipeError(
+            f"--data-parallel-sharding-strategy {given.data_parallel_sharding_strategy} (no_shard is the default) is "
+            "not simulated; the nearest is optim_grads_params"
+        )
+
+
 def scenario_of_flags(
     words: list[str], gpus: int, gpus_per_node: int, documents: list[str] | None = None
 ) -> tuple[Scenario, list[str]]:
@@ -119,23 +139,8 @@ def scenario_of_flags(
         given, _ = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise UPipeError(str(error)) from error
-    if given.seq_length is None:
-        raise UPipeError("the flags have no --seq-length; add it")
-    if given.micro_batch_size != 1:
-        raise UPipeError(f"--micro-batch-size {given.micro_batch_size} is not simulated; the nearest is 1")
-    if given.hybrid_layer_pattern:
-        raise UPipeError(f"--hybrid-layer-pattern {given.hybrid_layer_pattern}: only GPT models are simulated")
     check_least("--gpus", gpus, 1)
-    for flag in (word for word in words if word.startswith("--upipe-") and word not in (*_KNOWN, *_PASSED_OVER)):
-        near = difflib.get_close_matches(flag, _KNOWN, n=1, cutoff=0)[0]
-        raise UPipeError(f"unknown flag {flag}; the nearest known one is {near}")
-    if not given.bf16:
-        raise UPipeError("the flags have no --bf16, the only precision that is simulated; add it")
-    if given.use_megatron_fsdp and given.data_parallel_sharding_strategy != "optim_grads_params":
-        raise UPipeError(
-            f"--data-parallel-sharding-strategy {given.data_parallel_sharding_strategy} (no_shard is the default) is "
-            "not simulated; the nearest is optim_grads_params"
-        )
+    _check_flags(words, given)
     notes = []
     packed = given.sft or given.dataloader_inter_document_masking
     if packed and documents is None:

@@ -19,7 +19,12 @@ FILES = sorted(path.stem for path in SLURM.glob("*nodes.sbatch")) + sorted(p.ste
 STUB = """
 RUN_DIR=runs
 choose_data() { VOCABULARY=$1; DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$1"); }
-run() { printf '%q ' --vocab-size $VOCABULARY; echo; printf '%q ' "${MODEL[@]}" "${TRAINING[@]}" "${UPIPE[@]}" "${DATA[@]}"; echo; }
+run() {
+    printf '%q ' --vocab-size $VOCABULARY
+    echo
+    printf '%q ' "${MODEL[@]}" "${TRAINING[@]}" "${UPIPE[@]}" "${DATA[@]}"
+    echo
+}
 """
 
 

@@ -205,7 +205,7 @@ def _experts(rank):
         entered.append(torch.is_grad_enabled())
         yield
 
-    layer.get_inner_quantization_context = context
+    layer._quantization_context = context
     y, _ = layer(x.requires_grad_(), None)
     y.sum().backward()
     return entered
