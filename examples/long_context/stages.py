@@ -44,7 +44,7 @@ def main() -> int:
         parser.error(f"--bases has {len(given.bases)} values for {len(given.lengths)} --lengths")
     if given.head_dim < 4:
         parser.error(f"--head-dim {given.head_dim} is too small; the least is 4")
-    if "--train-iters" not in given.command[:-1]:
+    if iterations(given.command) is None:
         parser.error("the command has no --train-iters, by which a complete stage is known; add it")
     if not given.print and reached(given.load) is None:
         parser.error(f"--load {given.load} is no checkpoint: it has no latest_checkpointed_iteration.txt")
@@ -61,7 +61,7 @@ def main() -> int:
 def run(given: argparse.Namespace, index: int, length: int, base: int, before: Path, folder: Path) -> bool:
     """Whether the stage is complete. One that was interrupted goes on from its own checkpoint."""
     print(f"== stage {index + 1} of {len(given.lengths)}: {length} tokens, --rotary-base {base}", flush=True)
-    wanted = given.command[given.command.index("--train-iters") + 1]
+    wanted = iterations(given.command)
     begun = reached(folder) is not None
     command = [*given.command, "--seq-length", str(length), "--max-position-embeddings", str(length)]
     command += ["--rotary-base", str(base), "--save", str(folder)]
@@ -84,6 +84,13 @@ def run(given: argparse.Namespace, index: int, length: int, base: int, before: P
         return False
     print(f"   {time.monotonic() - started:.0f} s", flush=True)
     return True
+
+
+def iterations(command: list[str]) -> str | None:
+    """Its ``--train-iters``, the last one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--train-iters")
+    return parser.parse_known_args(command)[0].train_iters
 
 
 def reached(folder: Path) -> str | None:
