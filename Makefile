@@ -9,7 +9,7 @@ TE := .venv-te/.installed
 MEGATRON_018 := .megatron-core-018
 TESTS_018 := tests/attention tests/layers tests/composition tests/integration tests/checkpoints tests/end_to_end
 
-.PHONY: demo test test-018 test-slow test-slurm test-te fuzz lint format install clean help
+.PHONY: demo test test-018 test-examples test-slow test-slurm test-te fuzz lint format install clean help
 
 GRIDS ?= 200
 SEED ?= 0
@@ -18,6 +18,7 @@ help:
 	@echo "make demo       train a small Llama on real text with Megatron-LM's own training loop, on this machine's CPUs"
 	@echo "make test       the test suite (under 15 minutes on 2 cores)"
 	@echo "make test-018   the tests that touch Megatron-LM, on megatron-core 0.18 beside 0.19 (12 minutes)"
+	@echo "make test-examples  examples/ and docs/ in their tiny forms, Hugging Face weights included (4 minutes)"
 	@echo "make test-slurm launch, requeue and lost ranks on a real Slurm, which it installs (Debian, root; 5 minutes)"
 	@echo "make test-slow  further training runs, simulations, and a rank that hangs (10 minutes)"
 	@echo "make test-te    calls of TransformerEngine against its real functions, no GPU needed (compiles it once, 10 minutes)"
@@ -40,6 +41,9 @@ $(MEGATRON_018): | $(INSTALLED)
 test-slurm: $(INSTALLED)
 	bash tools/slurm_packages.sh
 	$(BIN)/python -m pytest -m slurm tests/slurm
+
+test-examples: $(INSTALLED)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/examples
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow

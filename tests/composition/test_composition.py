@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from composition import runs
 from composition.grids import WORLD, draw
+from end_to_end.training import some_slow
 
 TOLERANCE = 1e-4  # fp32, relative to the largest value of the parameter
 EXACT, EXACT_WITH_GATES = 1e-10, 1e-7  # fp64; Megatron takes the sigmoid of output gates in fp32
@@ -45,7 +46,7 @@ OTHER_MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_MODELS)
+@pytest.mark.parametrize("name", some_slow(OTHER_MODELS, "experts", "hybrid"))
 def test_experts_and_hybrid_models_equal_the_unsharded_stock_run(workers, name):
     p = OTHER_MODELS[name]["p"]
     sizes = dict(sequence_parallel=False, heads=8, kv_heads=4, heads_per_stage=p, chunk=2, mlp_tile_tokens=7)

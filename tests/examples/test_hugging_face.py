@@ -45,7 +45,8 @@ def make(folder, name):
     return folder / name
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen2", "qwen3"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_there_training_and_back(folder, name):
     theirs, ours, back = make(folder, name), folder / f"{name} megatron", folder / f"{name} back"
     out = convert("to-megatron", theirs, ours, "--dtype", "fp32")

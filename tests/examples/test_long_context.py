@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from end_to_end.training import MODEL, TRAINING
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "long_context"
@@ -38,6 +39,7 @@ def test_data_are_whole_documents_of_some_length(tmp_path):
     assert done.returncode == 2 and "none.txt is no file" in done.stderr
 
 
+@pytest.mark.slow
 def test_stages_grow_and_go_on_from_one_another(tmp_path):
     prepare(tmp_path)
     flags = [*MODEL, *[flag for flag in TRAINING if flag != "--mock-data"], "--train-iters", "2", "--split", "100,0,0"]
