@@ -7,6 +7,7 @@ INSTALLED := $(VENV)/.installed
 TE := .venv-te/.installed
 # the other megatron-core, beside the installed one
 MEGATRON_018 := .megatron-core-018
+HUGGING_FACE := .hugging-face
 TESTS_018 := tests/attention tests/layers tests/composition tests/integration tests/checkpoints tests/end_to_end
 
 .PHONY: demo test test-018 test-examples test-slow test-slurm test-te fuzz lint format install clean help
@@ -42,8 +43,12 @@ test-slurm: $(INSTALLED)
 	bash tools/slurm_packages.sh
 	$(BIN)/python -m pytest -m slurm tests/slurm
 
-test-examples: $(INSTALLED)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/examples
+test-examples: $(HUGGING_FACE)
+	PYTHONPATH=$(CURDIR)/$(HUGGING_FACE) $(BIN)/python -m pytest -m "slow or not slow" tests/examples
+
+# beside .venv: with transformers in it Megatron takes seconds longer to import, in every process of every test
+$(HUGGING_FACE): | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --target $@ transformers safetensors
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
@@ -74,4 +79,4 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-te $(MEGATRON_018) .demo
+	rm -rf $(VENV) .venv-te $(MEGATRON_018) $(HUGGING_FACE) .demo

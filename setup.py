@@ -14,8 +14,6 @@ EXTRAS = {
     "plot": ["matplotlib>=3.8"],
     "hf": ["transformers>=4.51", "safetensors>=0.4"],
     "test": [
-        "transformers>=4.51",
-        "safetensors>=0.4",
         "pytest>=8",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",

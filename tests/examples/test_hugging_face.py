@@ -1,5 +1,6 @@
 """``examples/hugging_face/``: a tiny random model to Megatron, through UPipe training, and back."""
 
+import importlib.util
 import os
 import shlex
 import subprocess
@@ -16,6 +17,11 @@ MODELS = {
     "qwen2": ("Qwen2", {}),  # biases
     "qwen3": ("Qwen3", dict(head_dim=10, tie_word_embeddings=True)),  # QK norm
 }
+
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not here; make test-examples has it"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +51,7 @@ def make(folder, name):
     return folder / name
 
 
+@needs_transformers
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_there_training_and_back(folder, name):
@@ -77,6 +84,7 @@ def test_there_training_and_back(folder, name):
     convert("compare", saved, theirs, status=1)  # the training has changed it
 
 
+@needs_transformers
 def test_weights_that_would_be_lost_are_refused(folder):
     from safetensors.torch import load_file, save_file
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from end_to_end.training import some_slow
 from integration.test_memory_flags import installed  # noqa: F401
 from megatron_version import BEFORE_019
 
@@ -60,7 +59,8 @@ def test_flags_pass_every_check(tmp_path, installed, name):  # noqa: F811
         assert "--fp8-recipe" in read(tmp_path, name, FP8="1")[2] and "--fp8-recipe" not in training
 
 
-@pytest.mark.parametrize("name", some_slow(FILES, *FILES[1:]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
 def test_it_fits(tmp_path, name):
     ranks, fit, training = read(tmp_path, name)
     command = [sys.executable, "-m", "megatron_upipe.cli", "fit", "--gpus", str(ranks), *fit, "--", *training]
