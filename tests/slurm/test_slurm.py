@@ -138,12 +138,11 @@ def test_a_lost_rank_ends_the_job(cluster, folder):
 
 
 def test_preflight_stops_what_does_not_work(cluster, folder):
-    number, run = submit(
-        cluster, folder, "too large", UPIPE_PREFLIGHT="on", UPIPE_FIT="--gpu-memory 1 --reserve 0.99999"
-    )
+    small = dict(UPIPE_PREFLIGHT="on", UPIPE_FIT="--gpu-memory 1 --reserve 0.99999", DEMO_BF16="1")
+    number, run = submit(cluster, folder, "too large", **small)
     job = cluster.finish(number)
     assert job["JobState"] == "FAILED" and job["ExitCode"] == "1:0"
-    assert "pre-flight failed" in out(run) and not list((run / "logs").glob("train-*"))
+    assert "pre-flight failed: these flags do not fit" in out(run) and not list((run / "logs").glob("train-*"))
 
 
 def _ranks(run):
