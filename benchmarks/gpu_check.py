@@ -30,7 +30,8 @@ import gpu_check_fp8
 import torch
 from torch import Tensor
 
-from megatron_upipe.attention.core import AttentionNeeds, attention_backward, attention_forward
+from megatron_upipe.attention.backward import AttentionNeeds, attention_backward
+from megatron_upipe.attention.forward import attention_forward
 from megatron_upipe.attention.input import AttentionInput
 from megatron_upipe.attention.kept import KeptAttention
 from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, AttentionWeights, Elementwise

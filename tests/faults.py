@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_upipe.attention import core, module, tensor_parallel
+from megatron_upipe.attention import backward, forward, module, tensor_parallel
 from megatron_upipe.attention.plan import AttentionParameters
 from megatron_upipe.context import blocks, exchange
 
@@ -23,20 +23,24 @@ class Fault(NamedTuple):
 
 def _swap_heads(patch):
     """What comes back from the exchange goes to the neighbouring head."""
-    patch.setattr(core, "to_sequence", lambda t, *group: exchange.to_sequence(t, *group).roll(1, dims=2))
+
+    def start_to_sequence(*args):
+        arrival = exchange.start_to_sequence(*args)
+        return lambda: [part.flatten(2, 3).roll(1, dims=2).view(part.shape) for part in arrival()]
+
+    for pass_ in (forward, backward):
+        patch.setattr(pass_, "start_to_sequence", start_to_sequence)
 
 
 def _forget_zigzag(patch):
     """Backs are taken in rising instead of falling order of the rank."""
 
-    def to_heads(shard, group, order):
-        p = 1 if group is None else group.size()
-        s, b, n, d = shard.shape
-        received = exchange._all_to_all(shard.view(s, b, p, n // p, d).permute(2, 0, 1, 3, 4), group)
-        both = received.view(p, 2, s // 2, b, n // p, d).permute(3, 4, 1, 0, 2, 5)
-        return both.reshape(b, n // p, p * s, d)
+    def rising(received, order):
+        p, s, b, n, d = received.shape
+        both = received.unflatten(1, (2, s // 2)).permute(3, 4, 1, 0, 2, 5)
+        return both.reshape(b, n, 2, p, s // 2, d).reshape(b, n, p * s, d)
 
-    patch.setattr(core, "to_heads", to_heads)
+    patch.setattr(exchange, "_in_attention_order", rising)
 
 
 def _drop_ring_step(patch):

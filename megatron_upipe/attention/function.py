@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_upipe.attention.core import AttentionNeeds, attention_backward, attention_forward
+from megatron_upipe.attention.backward import AttentionNeeds, attention_backward
+from megatron_upipe.attention.forward import attention_forward
 from megatron_upipe.attention.input import AttentionInput
 from megatron_upipe.attention.kept import DeviceAttention
 from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, AttentionWeights, Elementwise

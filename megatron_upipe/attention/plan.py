@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_upipe.attention.schedule import HeadSchedule
 from megatron_upipe.context.groups import ContextGroups
+from megatron_upipe.context.transport import TorchTransport, Transport
 from megatron_upipe.kernels.protocol import Kernel
 from megatron_upipe.precision.plain import PLAIN
 from megatron_upipe.precision.protocol import Precision, Weight
@@ -31,15 +32,30 @@ class AttentionPlan:
     fuse_weight_gradients: bool = False
     precision: Precision = PLAIN
     """Of the layer's matrix products; the MLP's as well."""
+    overlap: bool = False
+    """Whether exchanges go on beside the attention of other stages."""
+    copy_engines: Transport | None = None
+    """Takes the place of torch.distributed in the exchange."""
+
+    @property
+    def transport(self) -> Transport | None:
+        """Of the exchange; None where the Ulysses group is one rank."""
+        ulysses = self.groups.ulysses
+        return self.copy_engines or (None if ulysses is None else TorchTransport(ulysses))
 
     def describe(self) -> str:
         """One line for the log: heads, stages, U, P, R, kernel."""
         s = self.schedule
         window = "" if self.window is None else f", window {self.window}"
+        exchange = "no exchange"
+        if self.transport is not None:
+            exchange = (
+                f"exchange by {self.transport.name}, {'beside' if self.overlap else 'before and after'} attention"
+            )
         return (
             f"{s.query_heads} query and {s.kv_heads} KV heads of size {self.head_dim} per tensor-parallel rank, "
             f"{len(s.stages)} stages of U = {s.heads_per_stage} heads, P = {s.ulysses_size} (Ulysses) x "
-            f"R = {self.groups.layout.ring_size} (ring), kernel {self.kernel.name}{window}"
+            f"R = {self.groups.layout.ring_size} (ring), kernel {self.kernel.name}{window}, {exchange}"
         )
 
 

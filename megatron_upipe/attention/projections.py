@@ -1,4 +1,4 @@
-"""Projections of a stage from this rank's tokens, and the exchange of a block's keys and values."""
+"""Projections of a stage from this rank's tokens, and a block's keys and values for each rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from megatron_upipe.attention.heads import key_value_rows, query_heads, query_ro
 from megatron_upipe.attention.input import AttentionInput
 from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights
 from megatron_upipe.attention.schedule import Stage
-from megatron_upipe.context.exchange import to_heads
 
 GATE = 1  # which part of linear_qkv's query rows the output gates are
 
@@ -66,13 +65,13 @@ def project_keys_values(
     return key.flatten(2, 3), value.flatten(2, 3)
 
 
-def exchange_keys_values(key: Tensor, value: Tensor, plan: AttentionPlan, order: Tensor | None) -> Tensor:
-    """K and V [s, b, P/copies * c, d] -> those of this rank [b, 2c, L, d], keys before values, in one exchange.
+def keys_values_by_rank(key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+    """K and V [s, b, P/copies * c, d] -> what each rank attends [s, b, P * 2c, d], keys before values.
 
-    A KV head that several ranks attend is sent to each of them.
+    A KV head that several ranks attend is there for each of them.
     """
     by_rank = (2, (-1, plan.schedule.kv_per_rank))
     pairs = torch.stack((key.unflatten(*by_rank), value.unflatten(*by_rank)), dim=3)  # [s, b, P/copies, 2, c, d]
     if plan.schedule.copies > 1:
         pairs = pairs.repeat_interleave(plan.schedule.copies, dim=2)
-    return to_heads(pairs.flatten(2, 4), plan.groups.ulysses, order)
+    return pairs.flatten(2, 4)

@@ -4,54 +4,107 @@
     [s, b, P*n, d]   -- to_heads ->   [b, n, L, d]     n heads of each rank, heads rank-major
                      <- to_sequence --                 L = P*s tokens in attention order (front half, back half)
 
-Where the zigzag begins anew with every document, ``order`` [L] says which of the tokens, rank by rank, comes where.
-Both are collective over the Ulysses group, in both directions s*b*P*n*d elements; P = 1 only reorders.
+Several tensors of one dtype travel together, in one collective. Where the zigzag begins anew with every document,
+``order`` [L] says which of the tokens, rank by rank, comes where. All functions are collective over the Ulysses group;
+without a transport (P = 1) they only reorder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron_upipe.context.transport import Transport
 
-def to_heads(shard: Tensor, group: dist.ProcessGroup | None, order: Tensor | None = None) -> Tensor:
-    """``[s, b, P*n, d]`` (any strides) -> ``[b, n, L, d]``, contiguous, owned by the caller. Collective."""
-    p = 1 if group is None else group.size()
-    s, b, heads, d = shard.shape
-    n = heads // p
-    received = _all_to_all(shard.view(s, b, p, n, d).permute(2, 0, 1, 3, 4), group)  # [P, s, b, n, d]
+Arrival = Callable[[], list[Tensor]]
+"""Waits for an exchange; what came is owned by the caller. To be called once."""
+
+
+def start_to_heads(parts: list[Tensor], transport: Transport | None, order: Tensor | None = None) -> Arrival:
+    """Starts to bring each ``[s, b, P*n, d]`` (any strides, n and d of its own) to ``[b, n, L, d]``, contiguous.
+
+    Takes the tensors out of ``parts``, so that their memory is free where nobody else holds them.
+    """
+    p = 1 if transport is None else transport.size
+    shards = [part.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4) for part in parts]  # [P, s, b, n, d]
+    parts.clear()
+    shapes = [shard.shape for shard in shards]
+    if transport is None:
+        return lambda: [_in_attention_order(shards.pop(0), order) for _ in shapes]
+    sending = transport.start(_packed(shards))
+
+    def arrival() -> list[Tensor]:
+        return [_in_attention_order(part, order) for part in _unpacked(sending.wait(), shapes)]
+
+    return arrival
+
+
+def start_to_sequence(parts: list[Tensor], transport: Transport | None, order: Tensor | None = None) -> Arrival:
+    """Starts to bring each ``[b, n, L, d]`` to a view ``[s, b, P, n, d]`` (any strides); inverse of the other.
+
+    Takes the tensors out of ``parts``.
+    """
+    p = 1 if transport is None else transport.size
+    shapes = [torch.Size((p, part.shape[2] // p, part.shape[0], part.shape[1], part.shape[3])) for part in parts]
+    send = parts[0].new_empty(p, *shapes[0][1:3], sum(shape[3:].numel() for shape in shapes))
+    for target in _unpacked(send, shapes):
+        _from_attention_order(parts.pop(0), target, order)
+    sending = None if transport is None else transport.start(send)
+
+    def arrival() -> list[Tensor]:
+        received = send_alone.pop() if sending is None else sending.wait()
+        return [part.permute(1, 2, 0, 3, 4) for part in _unpacked(received, shapes)]
+
+    send_alone = [send] if sending is None else []
+    del send
+    return arrival
+
+
+def _packed(shards: list[Tensor]) -> Tensor:
+    """``[P, s, b, n, d]`` of each -> one contiguous [P, s, b, sum of n*d]; takes them out of the list."""
+    if len(shards) == 1:
+        shard = shards.pop()
+        return shard.contiguous().flatten(3)
+    send = shards[0].new_empty(*shards[0].shape[:3], sum(shard.shape[3:].numel() for shard in shards))
+    for target in _unpacked(send, [shard.shape for shard in shards]):
+        target.copy_(shards.pop(0))
+    return send
+
+
+def _unpacked(packed: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    """Views [P, s, b, n, d] of the parts of [P, s, b, sum of n*d]."""
+    widths = [shape[3:].numel() for shape in shapes]
+    return [part.unflatten(3, shape[3:]) for part, shape in zip(packed.split(widths, 3), shapes, strict=True)]
+
+
+def _in_attention_order(received: Tensor, order: Tensor | None) -> Tensor:
+    """[P, s, b, n, d], rank by rank -> [b, n, L, d]: each half is copied once, to its place."""
+    p, s, b, n, d = received.shape
     if order is not None:
         return received.flatten(0, 1).permute(1, 2, 0, 3).index_select(2, order)
     half = s // 2
-    out = shard.new_empty(b, n, 2, p, half, d)
+    out = received.new_empty(b, n, 2, p, half, d)
     out[:, :, 0] = received[:, :half].permute(2, 3, 0, 1, 4)  # fronts: rising with the rank
-    out[:, :, 1] = received[:, half:].flip(0).permute(2, 3, 0, 1, 4)  # backs: falling
+    # backs: falling; the places are counted from behind, for a flip would copy them
+    for rank in range(p):
+        out[:, :, 1, p - 1 - rank] = received[rank, half:].permute(1, 2, 0, 3)
     return out.view(b, n, p * s, d)
 
 
-def to_sequence(heads: Tensor, group: dist.ProcessGroup | None, order: Tensor | None = None) -> Tensor:
-    """``[b, n, L, d]`` -> ``[s, b, P*n, d]``, owned by the caller; inverse of ``to_heads``. Collective."""
-    p = 1 if group is None else group.size()
-    b, n, length, d = heads.shape
-    s = length // p
-    send = heads.new_empty(p, s, b, n, d)
+def _from_attention_order(heads: Tensor, target: Tensor, order: Tensor | None) -> None:
+    """The reverse, into ``target`` [P, s, b, n, d]."""
+    p, s = target.shape[:2]
     if order is not None:
-        send.flatten(0, 1).index_copy_(0, order, heads.permute(2, 0, 1, 3))
-    else:
-        half = s // 2
-        halves = heads.reshape(b, n, 2, p, half, d)
-        send[:, :half] = halves[:, :, 0].permute(2, 3, 0, 1, 4)
-        send[:, half:] = halves[:, :, 1].permute(2, 3, 0, 1, 4).flip(0)
-    received = _all_to_all(send, group)  # [P, s, b, n, d]: the heads of each rank
-    return received.permute(1, 2, 0, 3, 4).reshape(s, b, p * n, d)
-
-
-def _all_to_all(send: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sends row r of ``[P, ...]`` to rank r; row r of the result comes from rank r."""
-    send = send.contiguous()
-    if group is None:
-        return send
-    received = torch.empty_like(send)
-    dist.all_to_all_single(received, send, group=group)
-    return received
+        rows = heads.permute(2, 0, 1, 3)
+        if target.is_contiguous():
+            target.view(p * s, *target.shape[2:]).index_copy_(0, order, rows)
+        else:
+            target.copy_(torch.empty_like(rows).index_copy_(0, order, rows).unflatten(0, (p, s)))
+        return
+    half = s // 2
+    halves = heads.unflatten(2, (2, p, half))  # [b, n, 2, P, s/2, d]
+    target[:, :half] = halves[:, :, 0].permute(2, 3, 0, 1, 4)
+    for rank in range(p):
+        target[rank, half:] = halves[:, :, 1, p - 1 - rank].permute(2, 0, 1, 3)

@@ -143,11 +143,12 @@ def ring_backward(
     mask: RingMask,
     scale: float,
     group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
     """Gradients of ``ring_forward``, given its out and lse. Collective over the ring.
 
-    Returns dq [b, m, L, d], and dk and dv [b, c, L, d] of this rank's keys and values, owned by the caller. They are in
-    accumulation dtype where R is above 8, with a window above 2; else as the kernel returns them.
+    Returns dq [b, m, L, d], and what waits for dk and dv [b, c, L, d] of this rank's keys and values, to be called
+    once; the caller owns all. They are in accumulation dtype where R is above 8, with a window above 2; else as the
+    kernel returns them.
     """
     ring, blocks = _Ring(mask, group), Blocks(kernel, mask, scale)
     # if the additions are few, in the precision of what is added
@@ -171,5 +172,9 @@ def ring_backward(
         del parts
         if transfer is not None:
             (kv,) = transfer.wait() or (None,)
-    add_what_comes()
-    return dq.result(), dk.result(), dv.result()
+
+    def rest() -> tuple[Tensor, Tensor]:
+        add_what_comes()
+        return dk.result(), dv.result()
+
+    return dq.result(), rest

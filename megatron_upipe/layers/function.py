@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_upipe.attention.core import AttentionNeeds, attention_backward, attention_forward
+from megatron_upipe.attention.backward import AttentionNeeds, attention_backward
 from megatron_upipe.attention.elementwise import ElementwiseGradient
+from megatron_upipe.attention.forward import attention_forward
 from megatron_upipe.attention.function import AttentionCall
 from megatron_upipe.attention.gradients import WeightGradient
 from megatron_upipe.attention.input import AttentionInput

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_upipe.context.exchange import to_heads, to_sequence
+from megatron_upipe.context.exchange import start_to_heads, start_to_sequence
 from megatron_upipe.context.layout import SequenceLayout
 from megatron_upipe.context.pieces import RingMask
 from megatron_upipe.context.ring import Transfer, ring_backward, ring_forward
 from megatron_upipe.context.segments import one_document, packed_segments
+from megatron_upipe.context.transport import TorchTransport
 from megatron_upipe.kernels.reference import ReferenceKernel
 
 
@@ -26,12 +27,13 @@ def _exchange(rank, p, strided):
     shard = encoded(positions, b, p * n, d)
     if strided:
         shard = shard.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
-    group = dist.group.WORLD if p > 1 else None
-    heads = to_heads(shard, group)
+    transport = TorchTransport(dist.group.WORLD) if p > 1 else None
+    (heads,) = start_to_heads([shard], transport)()
     wanted = encoded(list(range(length)), b, p * n, d)[:, :, rank * n : (rank + 1) * n].permute(1, 2, 0, 3)
     assert torch.equal(heads, wanted)
     assert heads.is_contiguous()
-    assert torch.equal(to_sequence(heads, group), shard)
+    (back,) = start_to_sequence([heads], transport)()
+    assert torch.equal(back.flatten(2, 3), shard)
     return True
 
 
@@ -60,7 +62,7 @@ def _count_sent(rank, causal):
         mask = RingMask(one_document(SequenceLayout(1, size), 8 * size), causal)
         out, lse = ring_forward(kernel, q, kv, mask, 0.5, dist.group.WORLD)
         forward = sum(sent)
-        ring_backward(kernel, torch.ones_like(out), q, kv, out, lse, mask, 0.5, dist.group.WORLD)
+        ring_backward(kernel, torch.ones_like(out), q, kv, out, lse, mask, 0.5, dist.group.WORLD)[1]()
     finally:
         dist.P2POp = original
     # gradients of the keys that were seen: under the mask half of them where the owner comes later
@@ -95,7 +97,7 @@ def _sent_rows(rank, window, documents):
         patch.setattr(dist, "P2POp", counting)
         out, lse = ring_forward(ReferenceKernel(), q, kv, mask, 0.5, dist.group.WORLD)
         forward = sum(sent)
-        ring_backward(ReferenceKernel(), out, q, kv, out, lse, mask, 0.5, dist.group.WORLD)
+        ring_backward(ReferenceKernel(), out, q, kv, out, lse, mask, 0.5, dist.group.WORLD)[1]()
     return forward // 2, (sum(sent) - 2 * forward) // 2
 
 
@@ -123,7 +125,8 @@ def _non_causal(rank):
     local_q, kernel, group = q[:, :, mine].detach(), ReferenceKernel(), dist.group.WORLD
     mask = RingMask(one_document(SequenceLayout(1, size), 8 * size), causal=False)
     out, lse = ring_forward(kernel, local_q, kv, mask, 0.5, group)
-    dq, dk, dv = ring_backward(kernel, cotangent[:, :, mine], local_q, kv, out, lse, mask, 0.5, group)
+    dq, rest = ring_backward(kernel, cotangent[:, :, mine], local_q, kv, out, lse, mask, 0.5, group)
+    dk, dv = rest()
     pairs = [(out, wanted), (dq, q.grad), (dk, k.grad), (dv, v.grad)]
     return max((a - b[:, :, mine]).abs().max().item() for a, b in pairs)
 

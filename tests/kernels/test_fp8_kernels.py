@@ -68,7 +68,8 @@ def _ring(rank, mode, causal):
     alone = (out, *kernel.backward(dout, q, k, v, out, lse, causal, 0.2))
     local_q, local_dout, kv = q[:, :, mine], dout[:, :, mine], torch.cat((k, v), 1)[:, :, mine]
     out, lse = ring_forward(kernel, local_q, kv, mask, 0.2, group)
-    ours = (out, *ring_backward(kernel, local_dout, local_q, kv, out, lse, mask, 0.2, group))
+    dq, rest = ring_backward(kernel, local_dout, local_q, kv, out, lse, mask, 0.2, group)
+    ours = (out, dq, *rest())
     pick = [t[:, :, mine] for t in wanted]
     one = [t[:, :, mine] for t in alone]
     return [(error(a, w), error(b, w)) for a, b, w in zip(ours, one, pick, strict=True)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layers.stack import HOST, LAYERS, build, run
 
-from megatron_upipe.attention import core
+from megatron_upipe.attention import backward, forward
 from megatron_upipe.integration.selftest.layers import SWIGLU
 from megatron_upipe.integration.selftest.packed import Packing
 from megatron_upipe.integration.selftest.parity import Case, rotary_table
@@ -16,26 +16,25 @@ from megatron_upipe.memory.host_store import host_store
 from megatron_upipe.planning.live_bytes import LiveBytes
 
 
+IN_BOTH = ("project_queries", "project_keys_values", "start_to_heads", "start_to_sequence")
+
+
 class Counts(dict):
-    """How often functions of ``core`` ran, and exchanges by direction."""
+    """How often functions ran in either pass, and exchanges by direction."""
 
     def __init__(self, monkeypatch):
         super().__init__()
         for module, name in (
             (function, "attention_forward"),
             (function, "attention_backward"),
-            (core, "ring_forward"),
-            (core, "project_queries"),
-            (core, "project_keys_values"),
-            (core, "exchange_keys_values"),
-            (core, "to_heads"),
-            (core, "to_sequence"),
+            (forward, "ring_forward"),
+            *((pass_, name) for pass_ in (forward, backward) for name in IN_BOTH),
         ):
             self._count(monkeypatch, module, name)
 
     def _count(self, monkeypatch, module, name):
         original = getattr(module, name)
-        self[name] = 0
+        self.setdefault(name, 0)
 
         def counted(*args, **kwargs):
             self[name] += 1
@@ -76,9 +75,8 @@ def test_how_often_things_are_computed(workers, upipe, forwards):
             "ring_forward": forwards * stages,
             "project_queries": passes * stages,
             "project_keys_values": passes * blocks,
-            "exchange_keys_values": passes * blocks,
-            "to_heads": passes * stages + LAYERS * 2 * stages,  # q; in backward also out and dout
-            "to_sequence": passes * stages + LAYERS * blocks,  # out or dq; dk and dv together
+            "start_to_heads": passes * stages,  # q, with k and v; in backward also dout
+            "start_to_sequence": passes * stages,  # out; or dq, with dk and dv
         }
 
 

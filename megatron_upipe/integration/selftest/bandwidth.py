@@ -7,9 +7,10 @@ import time
 
 import torch
 
-from megatron_upipe.context.exchange import to_heads, to_sequence
+from megatron_upipe.context.exchange import start_to_heads, start_to_sequence
 from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.context.ring import Transfer
+from megatron_upipe.context.transport import TorchTransport
 
 REPEATS = 7
 
@@ -36,7 +37,12 @@ def measure(groups: ContextGroups, device: torch.device, mebibytes: int) -> dict
         head_dim = 64
         tokens = elements // (p * head_dim) // 2 * 2
         shard = torch.randn(tokens, 1, p, head_dim, device=device).bfloat16()
-        seconds = _median_seconds(lambda: to_sequence(to_heads(shard, groups.ulysses), groups.ulysses), device)
+        transport = TorchTransport(groups.ulysses)
+
+        def there_and_back() -> None:
+            start_to_sequence(start_to_heads([shard], transport)(), transport)()
+
+        seconds = _median_seconds(there_and_back, device)
         found["exchange"] = 2 * shard.nbytes * (p - 1) / p / seconds / 1e9
     if groups.ring is not None:
         block = torch.randn(elements, device=device).bfloat16()

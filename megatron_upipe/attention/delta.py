@@ -1,0 +1,50 @@
+"""What backward needs of the attention output: its product with the output's gradient, row by row.
+
+The backward of softmax attention reads out only in delta = sum over d of dout * out, one number for each token and
+head (FlashAttention-2, arXiv 2307.08691, section 3.1). So one number travels instead of d, and where the kernel wants
+an out it gets the multiple of dout that has this product: never longer than the true one, and 0 where that is 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_upipe.context.merge import accumulation_dtype
+
+TILE = 2**24  # elements in accumulation dtype at a time
+
+
+def deltas(dout: Tensor, out: Tensor) -> Tensor:
+    """[s, b, n, d] twice -> [s, b, n, 1] in accumulation dtype, owned by the caller."""
+    dtype = accumulation_dtype(dout.dtype)
+    found = dout.new_empty(*dout.shape[:-1], 1, dtype=dtype)
+    for rows in _tiles(dout, 0):
+        torch.sum(dout[rows].to(dtype) * out[rows].to(dtype), dim=-1, keepdim=True, out=found[rows])
+    return found
+
+
+def as_elements(delta: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes as elements of ``dtype``, to travel with others: [..., 1] -> [..., k]."""
+    return delta.view(dtype)
+
+
+def out_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
+    """An out [b, n, L, d] whose products with ``dout`` are ``delta``, given as ``as_elements`` made it."""
+    delta = delta.view(accumulation_dtype(dout.dtype))
+    out = torch.empty_like(dout)
+    for rows in _tiles(dout, 2):
+        part, product = dout[:, :, rows].to(delta.dtype), delta[:, :, rows]
+        # squares of small gradients would vanish: each row is scaled by its largest element
+        largest = part.abs().amax(-1, keepdim=True)
+        scale = torch.where(largest > torch.finfo(dout.dtype).tiny, largest, 1.0)
+        part = part / scale
+        square = part.square().sum(-1, keepdim=True)
+        out[:, :, rows] = part * (product / scale / torch.where(square > 0, square, 1.0))
+    return out
+
+
+def _tiles(tensor: Tensor, axis: int) -> list[slice]:
+    tokens = tensor.shape[axis]
+    step = max(1, TILE * tokens // max(1, tensor.numel()))
+    return [slice(start, start + step) for start in range(0, tokens, step)]
