@@ -13,6 +13,8 @@ ROPE_MODES = ("stock", "exact")
 STORES = ("none", "host")
 PACKED_LAYOUTS = ("document", "sequence")
 PREFETCH_MODES = ("auto", "on", "off")
+OVERLAP_MODES = ("on", "off")
+EXCHANGES = ("nccl", "fast-ulysses", "auto")
 FP8_ATTENTION_MODES = ("off", "forward", "full")
 # Megatron's fp32 RoPE angles are off by an error that grows with the position (see attention/rotary.py).
 EXACT_ROPE_FROM = 128 * 1024
@@ -39,6 +41,11 @@ class UPipeConfig:
     fp8_attention: str = "off"
     """In layers whose products are in FP8: ``forward``, attention's forward in FP8 too (Hopper); ``full``, its backward
     as well (MXFP8, Blackwell)."""
+    overlap: str = "off"
+    """``on``: exchanges go on beside the attention of other stages, at the cost of one more stage's tensors."""
+    exchange: str = "nccl"
+    """What carries it: ``nccl`` (torch.distributed, on CPUs gloo), ``fast-ulysses`` (copy engines), or ``auto``: that
+    where it is installed and serves."""
     rope: str = "stock"
     """``stock``: Megatron's fp32 angles. ``exact``: angles in fp64, reduced modulo 2 pi; needs ``rotary``."""
     rotary: RotarySettings | None = None
@@ -63,6 +70,8 @@ class UPipeConfig:
     def __post_init__(self) -> None:
         _check_choice("--upipe-offload", self.offload, STORES)
         _check_choice("--upipe-fp8-attention", self.fp8_attention, FP8_ATTENTION_MODES)
+        _check_choice("--upipe-overlap", self.overlap, OVERLAP_MODES)
+        _check_choice("--upipe-exchange", self.exchange, EXCHANGES)
         _check_choice("--upipe-prefetch", self.prefetch, PREFETCH_MODES)
         _check_choice("UPipeConfig.packed_layout", self.packed_layout, PACKED_LAYOUTS)
         check_least("--upipe-keep-attention", self.keep_attention, 0)

@@ -30,6 +30,7 @@ from megatron_upipe.attention.sinks_module import SinksOnly
 from megatron_upipe.attention.tensor_parallel import tensor_parallel
 from megatron_upipe.checks import check_fp8_attention, check_fp8_sizes, check_model, check_parallelism, only_experts
 from megatron_upipe.config import UPipeConfig
+from megatron_upipe.context.fast_ulysses import copy_engines
 from megatron_upipe.context.groups import ContextGroups, context_groups
 from megatron_upipe.context.packing import PackedBatches
 from megatron_upipe.context.segments import Segments, one_document
@@ -235,6 +236,7 @@ class UPipeSelfAttention(SelfAttention):
             window=self._window(),
             output_gate=config.attention_output_gate,
             fuse_weight_gradients=config.gradient_accumulation_fusion,
+            overlap=self.upipe.overlap == "on",
         )
 
     def _window(self) -> int | None:
@@ -258,7 +260,8 @@ class UPipeSelfAttention(SelfAttention):
         if self.recipe is not None:
             kernel = fp8_kernel(self.upipe.fp8_attention, base, *inputs, deterministic)
         precision = select_precision(self.recipe, x.device, x.dtype)
-        self.plan = replace(self.plan, kernel=kernel, precision=precision)
+        transport = copy_engines(self.upipe.exchange, self.groups.ulysses, x.device, x.dtype)
+        self.plan = replace(self.plan, kernel=kernel, precision=precision, copy_engines=transport)
         _announce(self.describe())
         reasons = passed_over(base, *inputs, self.plan.window is not None) if x.is_cuda and name == AUTO else []
         if reasons:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_upipe.config import FP8_ATTENTION_MODES, PREFETCH_MODES, ROPE_MODES, STORES
+from megatron_upipe.config import EXCHANGES, FP8_ATTENTION_MODES, OVERLAP_MODES, PREFETCH_MODES, ROPE_MODES, STORES
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
 from megatron_upipe.integration.argument_checks import check_upipe, hybrid_pattern
@@ -73,6 +73,18 @@ def add_upipe_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=FP8_ATTENTION_MODES,
         help="with --fp8-format, whose recipe UPipe's products follow, attention too: off (in 16 bits, the default), "
         "forward (its forward in FP8, on Hopper) or full (backward as well, MXFP8 on Blackwell); docs/precision.md",
+    )
+    group.add_argument(
+        "--upipe-overlap",
+        choices=("auto", *OVERLAP_MODES),
+        help="exchange the next stage's heads, and the last one's result, while a stage attends, which costs another "
+        "stage's tensors: auto (the default) does so where the simulated peak fits the GPU",
+    )
+    group.add_argument(
+        "--upipe-exchange",
+        choices=EXCHANGES,
+        help="what carries the exchange: nccl (the default; on CPUs gloo), fast-ulysses (the GPUs' copy engines over "
+        "NVLink, a package of its own), or auto, that where it is installed and serves",
     )
     group.add_argument(
         "--upipe-rope",

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_upipe.config import EXACT_ROPE_FROM, RotarySettings, UPipeConfig
 from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.host_memory import check_host_memory
+from megatron_upipe.integration.overlap import resolve_overlap
 from megatron_upipe.integration.symbols import Replacement
 
 SPEC = "megatron_upipe.layer_specs"
@@ -24,6 +25,8 @@ UPIPE_FLAGS = {
     "upipe_heads_per_stage": "--upipe-heads-per-stage",
     "upipe_attention_backend": "--upipe-attention-backend",
     "upipe_fp8_attention": "--upipe-fp8-attention",
+    "upipe_overlap": "--upipe-overlap",
+    "upipe_exchange": "--upipe-exchange",
     "upipe_rope": "--upipe-rope",
     "upipe_keep_attention": "--upipe-keep-attention",
     "upipe_offload": "--upipe-offload",
@@ -34,7 +37,23 @@ UPIPE_FLAGS = {
 }
 # these are about layers that UPipe computes, which it does with several context-parallel ranks only
 LAYER_FLAGS = [name for name in UPIPE_FLAGS if name not in ("upipe_rope", "upipe_loss_tile_tokens")]
-ATTENTION_FLAGS = ("upipe_heads_per_stage", "upipe_attention_backend", "upipe_fp8_attention")
+ATTENTION_FLAGS = (
+    "upipe_heads_per_stage",
+    "upipe_attention_backend",
+    "upipe_fp8_attention",
+    "upipe_overlap",
+    "upipe_exchange",
+)
+# attributes that are UPipeConfig's as they are
+SETTINGS = (
+    "attention_backend",
+    "fp8_attention",
+    "exchange",
+    "offload",
+    "prefetch",
+    "checkpoint_every",
+    "mlp_tile_tokens",
+)
 
 
 def wants_upipe(args: Namespace) -> bool:
@@ -126,13 +145,10 @@ def upipe_config(args: Namespace) -> UPipeConfig:
         )
     long = (args.seq_length or 0) >= EXACT_ROPE_FROM
     rope = args.upipe_rope or ("exact" if long and rotary is not None else "stock")
-    given = {
-        name: getattr(args, f"upipe_{name}")
-        for name in ("attention_backend", "fp8_attention", "offload", "prefetch", "checkpoint_every", "mlp_tile_tokens")
-        if getattr(args, f"upipe_{name}") is not None
-    }
+    given = {name: getattr(args, f"upipe_{name}") for name in SETTINGS if getattr(args, f"upipe_{name}") is not None}
     return UPipeConfig(
         heads_per_stage=args.upipe_heads_per_stage,
+        overlap="on" if args.upipe_overlap == "on" else "off",
         rope=rope,
         rotary=rotary,
         keep_attention=keep_attention(args),
@@ -173,6 +189,7 @@ def _with_upipe_config(original: Callable) -> Callable:
     def core_transformer_config_from_args(args: Namespace, config_class: type | None = None) -> Any:
         config = original(args, config_class)
         if wants_upipe(args):
+            args.upipe_overlap = resolve_overlap(args)
             config.upipe = upipe_config(args)
         return config
 

@@ -22,6 +22,7 @@ _CONFIGURATION: list[tuple[str, str, dict[str, Any]]] = [
     ("--keep-attention", "keep_attention", dict(metavar="N", help="layers that keep their attention, or all")),
     ("--offload", "offload", dict(choices=("none", "host"), help="where inputs and kept attention wait")),
     ("--prefetch", "prefetch", dict(choices=("on", "off"), help="of layer inputs, with --offload host")),
+    ("--overlap", "overlap", dict(choices=("on", "off"), help="of exchanges and attention")),
     ("--checkpoint-every", "checkpoint_every", dict(type=int, metavar="K", help="layers for each kept input")),
     ("--mlp-tile-tokens", "mlp_tile_tokens", dict(type=int, metavar="N", help="tokens through the MLP at a time")),
     ("--loss-tile-tokens", "loss_tile_tokens", dict(type=int, metavar="N", help="tokens with logits at a time")),

@@ -48,12 +48,13 @@ _KNOWN: dict[str, dict[str, Any]] = {
     "--upipe-keep-attention": dict(default="all"),
     "--upipe-offload": dict(default="none"),
     "--upipe-prefetch": dict(default="off"),
+    "--upipe-overlap": dict(default="off"),
     "--upipe-checkpoint-every": dict(type=int, default=1),
     "--upipe-mlp-tile-tokens": dict(type=int, default=4096),
     "--upipe-loss-tile-tokens": dict(type=int, default=1024),
     "--upipe-rope": dict(),
 }
-_PASSED_OVER = ("--upipe-cpu", "--upipe-fp8-attention", "--upipe-metrics")
+_PASSED_OVER = ("--upipe-cpu", "--upipe-fp8-attention", "--upipe-metrics", "--upipe-exchange")
 # The simulation's names for them, in its refusals
 _NAMES = {
     "--keep-attention": "--upipe-keep-attention",
@@ -173,6 +174,7 @@ def scenario_of_flags(
         keep_attention=arguments.layers_kept(given.upipe_keep_attention, "--upipe-keep-attention"),
         offload=given.upipe_offload,
         prefetch="on" if given.upipe_prefetch == "on" else "off",  # auto prefetches where there is room
+        overlap="on" if given.upipe_overlap == "on" else "off",  # auto overlaps where there is room
         checkpoint_every=given.upipe_checkpoint_every,
         mlp_tile_tokens=given.upipe_mlp_tile_tokens,
         loss_tile_tokens=given.upipe_loss_tile_tokens,

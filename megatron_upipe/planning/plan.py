@@ -77,7 +77,7 @@ class Search:
         for tiles in ({}, SMALL_TILES):
             found = self._all_that_fit([replace(one, **self._free(tiles)) for one in layouts])
             if found:
-                return self._prefetching(self._more_heads(_best(found)))
+                return self._prefetching(self._overlapping(self._more_heads(_best(found))))
         raise UPipeError(f"--tokens {tokens_text(tokens)} fits in no configuration; {self._nearest()}")
 
     def _all_that_fit(self, layouts: list[Scenario]) -> list[Choice]:
@@ -86,7 +86,9 @@ class Search:
         for sharding in self._values("sharding", ("distributed-optimizer", "megatron-fsdp")):
             for offload in self._offloads():
                 for every in self._every():
-                    policy = dict(sharding=sharding, offload=offload, checkpoint_every=every, prefetch="off")
+                    policy = dict(
+                        sharding=sharding, offload=offload, checkpoint_every=every, prefetch="off", overlap="off"
+                    )
                     choice = self._first_that_fits(layouts, policy)
                     if choice is None:
                         continue
@@ -129,6 +131,12 @@ class Search:
                 break
             best = _best([best, self._choice(one)])
         return best
+
+    def _overlapping(self, best: Choice) -> Choice:
+        one = replace(best.report.scenario, overlap="on")
+        if "overlap" in self.fixed or len(one.schedule.stages) == 1 or not self._fits(one):
+            return best
+        return self._choice(one)
 
     def _prefetching(self, best: Choice) -> Choice:
         one = replace(best.report.scenario, prefetch="on")
@@ -185,7 +193,7 @@ class Search:
 
     def _in_least_memory(self, tiles: dict) -> Iterator[Scenario]:
         """All layouts, with as little kept as can be."""
-        least = dict(prefetch="off", keep_attention=0, **tiles)
+        least = dict(prefetch="off", overlap="off", keep_attention=0, **tiles)
         for layout in self._layouts():
             for offload in reversed(self._offloads()):
                 for every in reversed(self._every()):

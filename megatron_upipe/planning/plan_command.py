@@ -83,7 +83,8 @@ def _text(args: argparse.Namespace, choice: Choice, limits: Limits) -> str:
     device, host = (gib(margin) for margin in _margins(choice, limits))
     return (
         f"{what}: {tokens_text(s.tokens)} tokens; {s.sharding}, {s.layers_kept} of {s.model.layers} layers keep "
-        f"attention, offload {s.offload}, prefetch {s.prefetch}, every {s.checkpoint_every} input\n"
+        f"attention, offload {s.offload}, prefetch {s.prefetch}, every {s.checkpoint_every} input, "
+        f"overlap {s.overlap}\n"
         f"{choice.report.text()}\n"
         f"  left: {device:.1f} GiB of a card beside the {args.reserve:g} of reserve, {host:.0f} GiB of a node\n"
         f"  a step takes about {when.step:,.1f} s, {when.tokens_per_gpu:,.1f} tokens a second and GPU (a model, not a "
@@ -111,6 +112,7 @@ def _as_json(args: argparse.Namespace, choice: Choice, limits: Limits) -> dict[s
             keep_attention=s.layers_kept,
             offload=s.offload,
             prefetch=s.prefetch,
+            overlap=s.overlap,
             checkpoint_every=s.checkpoint_every,
             mlp_tile_tokens=s.mlp_tile_tokens,
             loss_tile_tokens=s.loss_tile_tokens,

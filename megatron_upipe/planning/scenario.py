@@ -37,6 +37,7 @@ class Scenario:
     offload: str = "host"
     prefetch: str = "off"
     checkpoint_every: int = 1
+    overlap: str = "off"
     mlp_tile_tokens: int = 4096
     loss_tile_tokens: int = 1024
     attention_backend: str = "flash-attn-3"

@@ -283,6 +283,7 @@ def build_model(scenario: Scenario, layers: int, kernel: Kernel) -> Any:
         offload=scenario.offload,
         prefetch=scenario.prefetch if scenario.offload == "host" else "auto",
         checkpoint_every=scenario.checkpoint_every,
+        overlap=scenario.overlap,
         mlp_tile_tokens=scenario.mlp_tile_tokens,
         loss_tile_tokens=scenario.loss_tile_tokens,
         packed_layout=scenario.packed_layout,

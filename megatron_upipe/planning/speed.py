@@ -73,8 +73,9 @@ class Time:
 
 
 def step_time(scenario: Scenario, work: Work, machine: Machine) -> Time:
-    """Exchange, tensor parallelism and inputs fetched without ``--prefetch`` wait; the ring hides behind attention,
-    states and all other copies behind everything that is computed."""
+    """Tensor parallelism and inputs fetched without ``--prefetch`` wait, and exchanges but those of inner stages with
+    ``--overlap``; these and the ring hide behind attention, states and all other copies behind everything that is
+    computed."""
     (p, r), tp, stages = scenario.sizes, scenario.tensor_parallel, scenario.pipeline_parallel
 
     def link(ranks: int) -> float:
@@ -88,6 +89,9 @@ def step_time(scenario: Scenario, work: Work, machine: Machine) -> Time:
     inputs = 0.0
     if scenario.offload == "host" and scenario.prefetch == "off":
         inputs = scenario.stage_layers * 2 * scenario.local_tokens // tp * scenario.model.hidden
+    exchange = work.sent.get("exchange", 0) / link(p * tp) / 1e9
+    at_ends = exchange / len(scenario.schedule.stages) if scenario.overlap == "on" else exchange
+    waited = at_ends + max(0.0, exchange - at_ends - attention)
     copies = max(work.copied.values(), default=0) - inputs
     parameters = scenario.model.parameters / (tp * stages)
     synced = {
@@ -98,7 +102,7 @@ def step_time(scenario: Scenario, work: Work, machine: Machine) -> Time:
     micro_batch = {
         "attention": attention,
         "products": gemms,
-        "exchange": work.sent.get("exchange", 0) / link(p * tp) / 1e9,
+        "exchange": waited,
         "ring, not hidden": max(0.0, work.sent.get("ring", 0) / link(p * r * tp) / 1e9 - attention),
         "tensor parallel": work.sent.get("tensor parallel", 0) / link(tp) / 1e9,
         "inputs fetched": inputs / machine.host_gb_s / 1e9,

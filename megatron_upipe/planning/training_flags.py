@@ -31,7 +31,7 @@ def training_flags(scenario: Scenario) -> list[str]:
     flags += ["--upipe-heads-per-stage", str(s.schedule.heads_per_stage)]
     flags += ["--upipe-attention-backend", s.attention_backend]
     flags += ["--upipe-keep-attention", "all" if s.keep_attention is None else str(s.keep_attention)]
-    flags += ["--upipe-offload", s.offload]
+    flags += ["--upipe-overlap", s.overlap, "--upipe-offload", s.offload]
     if s.offload == "host":
         flags += ["--upipe-prefetch", s.prefetch]
     if s.checkpoint_every > 1:
@@ -50,7 +50,8 @@ def simulate_flags(scenario: Scenario, model: str) -> list[str]:
     flags += [str(s.tensor_parallel), "--ulysses", str(p), "--ring", str(r), "--tokens", str(s.tokens)]
     flags += ["--heads-per-stage", str(s.schedule.heads_per_stage)]
     flags += ["--keep-attention", "all" if s.keep_attention is None else str(s.keep_attention)]
-    flags += ["--offload", s.offload, "--prefetch", s.prefetch, "--checkpoint-every", str(s.checkpoint_every)]
+    flags += ["--overlap", s.overlap, "--offload", s.offload]
+    flags += ["--prefetch", s.prefetch, "--checkpoint-every", str(s.checkpoint_every)]
     flags += ["--mlp-tile-tokens", str(s.mlp_tile_tokens), "--loss-tile-tokens", str(s.loss_tile_tokens)]
     flags += ["--kernel", s.attention_backend, "--sharding", s.sharding]
     if s.documents is not None:

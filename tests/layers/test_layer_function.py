@@ -15,7 +15,6 @@ from megatron_upipe.layers import function, transformer_layer
 from megatron_upipe.memory.host_store import host_store
 from megatron_upipe.planning.live_bytes import LiveBytes
 
-
 IN_BOTH = ("project_queries", "project_keys_values", "start_to_heads", "start_to_sequence")
 
 
