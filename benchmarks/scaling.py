@@ -28,17 +28,9 @@ HERE = Path(__file__).parent
 def measure(args: argparse.Namespace, ranks: int) -> dict[str, dict[str, list[float]]]:
     """Of each method, the quantities at all lengths."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [
-        str(HERE / "methods.py"),
-        "--json",
-        "--pairs",
-        str(args.pairs),
-        "--warm-up",
-        "1",
-        "--error-tokens",
-        "64",
-    ]
-    command += ["--methods", *args.methods, "--baseline", args.methods[0], "--tokens", *map(str, args.tokens)]
+    command += [str(HERE / "methods.py"), "--json", "--pairs", str(args.pairs), "--warm-up", "1"]
+    command += ["--error-tokens", "64", "--baseline", args.methods[0]]
+    command += ["--methods", *args.methods, "--tokens", *map(str, args.tokens)]
     print(f"{ranks} ranks ...", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, dict[str, list[float]]] = {}

@@ -7,6 +7,8 @@ an out it gets the multiple of dout that has this product: never longer than the
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,8 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
     dtype = accumulation_dtype(dout.dtype)
     found = dout.new_empty(*dout.shape[:-1], 1, dtype=dtype)
     for rows in _tiles(dout, 0):
-        torch.sum(dout[rows].to(dtype) * out[rows].to(dtype), dim=-1, keepdim=True, out=found[rows])
+        product = dout[rows].to(dtype, copy=True).mul_(out[rows])
+        torch.sum(product, dim=-1, keepdim=True, out=found[rows])
     return found
 
 
@@ -33,14 +36,14 @@ def out_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """An out [b, n, L, d] whose products with ``dout`` are ``delta``, given as ``as_elements`` made it."""
     delta = delta.view(accumulation_dtype(dout.dtype))
     out = torch.empty_like(dout)
+    norm = partial(torch.linalg.vector_norm, dim=-1, keepdim=True)
     for rows in _tiles(dout, 2):
-        part, product = dout[:, :, rows].to(delta.dtype), delta[:, :, rows]
+        part = dout[:, :, rows].to(delta.dtype, copy=True)
         # squares of small gradients would vanish: each row is scaled by its largest element
-        largest = part.abs().amax(-1, keepdim=True)
+        largest = norm(part, ord=torch.inf)
         scale = torch.where(largest > torch.finfo(dout.dtype).tiny, largest, 1.0)
-        part = part / scale
-        square = part.square().sum(-1, keepdim=True)
-        out[:, :, rows] = part * (product / scale / torch.where(square > 0, square, 1.0))
+        square = norm(part.div_(scale)).square_()
+        out[:, :, rows] = part.mul_(delta[:, :, rows] / scale / torch.where(square > 0, square, 1.0))
     return out
 
 

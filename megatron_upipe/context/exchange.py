@@ -97,11 +97,7 @@ def _from_attention_order(heads: Tensor, target: Tensor, order: Tensor | None) -
     """The reverse, into ``target`` [P, s, b, n, d]."""
     p, s = target.shape[:2]
     if order is not None:
-        rows = heads.permute(2, 0, 1, 3)
-        if target.is_contiguous():
-            target.view(p * s, *target.shape[2:]).index_copy_(0, order, rows)
-        else:
-            target.copy_(torch.empty_like(rows).index_copy_(0, order, rows).unflatten(0, (p, s)))
+        target.view(p * s, *target.shape[2:]).index_copy_(0, order, heads.permute(2, 0, 1, 3))
         return
     half = s // 2
     halves = heads.unflatten(2, (2, p, half))  # [b, n, 2, P, s/2, d]

@@ -36,10 +36,8 @@ class Transport(Protocol):
 class TorchTransport:
     """torch.distributed: NCCL, or gloo on CPUs."""
 
-    name = "nccl"
-
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.size = group, group.size()
+        self._group, self.size, self.name = group, group.size(), dist.get_backend(group)
 
     def start(self, send: Tensor) -> Sending:
         received = torch.empty_like(send)

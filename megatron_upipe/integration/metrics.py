@@ -11,12 +11,14 @@ import inspect
 import json
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_upipe.integration.symbols import Replacement
+from megatron_upipe.integration.throughput import log_throughput
 
 # What evaluate() is called for; only its caller knows.
 _evaluating: dict[str, Any] = {}
@@ -45,6 +47,7 @@ def _record_training(original: Callable) -> Callable:
     signature = inspect.signature(original)
     last = time.perf_counter()
 
+    @wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
         path = _file()
@@ -92,7 +95,11 @@ def _record_evaluated(original: Callable) -> Callable:
 def replacements() -> list[Replacement]:
     why = "writes --upipe-metrics"
     return [
-        Replacement("megatron.training.training:training_log", _record_training, why),
+        Replacement(
+            "megatron.training.training:training_log",
+            lambda original: log_throughput(_record_training(original)),
+            f"{why}, and tokens a second with --log-throughput",
+        ),
         Replacement("megatron.training.training:evaluate_and_print_results", _record_evaluation, why),
         Replacement("megatron.training.training:evaluate", _record_evaluated, why),
     ]

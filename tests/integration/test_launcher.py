@@ -172,7 +172,7 @@ def test_every_flag_is_on_in_some_test():
     parser = flags.add_upipe_flags(argparse.ArgumentParser(add_help=False))
     tests = "\n".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
     ours = [option for action in parser._actions for option in action.option_strings]
-    assert len(ours) == 12 and all(f'"{flag}"' in tests for flag in ours)
+    assert len(ours) == 14 and all(f'"{flag}"' in tests for flag in ours)
 
 
 def test_cli_info(capsys):

@@ -88,6 +88,8 @@ def test_refused(argv, message):
             ["--upipe-mlp-tile-tokens", "1", "--upipe-loss-tile-tokens", "7"],
             dict(mlp_tile_tokens=1, loss_tile_tokens=7),
         ),
+        (["--upipe-overlap", "on", "--upipe-exchange", "auto"], dict(overlap="on", exchange="auto")),
+        (["--upipe-overlap", "auto", "--upipe-exchange", "nccl"], UPipeConfig()),
         (["--upipe-loss-tile-tokens", "0", "--cross-entropy-loss-fusion"], dict(loss_tile_tokens=0)),
         (["--cross-entropy-loss-fusion"], dict(loss_tile_tokens=0)),
         (["--defer-embedding-wgrad-compute"], dict(loss_tile_tokens=0)),
@@ -99,6 +101,8 @@ def test_accepted(argv, wanted):
     found, wanted = upipe_config(args), wanted if isinstance(wanted, UPipeConfig) else UPipeConfig(**wanted)
     for name in (
         "attention_backend",
+        "overlap",
+        "exchange",
         "keep_attention",
         "offload",
         "prefetch",

@@ -215,10 +215,24 @@ def test_buffers_of_fsdp():
 
 
 def test_sent_bytes_leave_the_rank():
-    """Exchange: q and out, and K and V once a block, there and back, by (P - 1)/P; sequence parallelism by its ring."""
+    """Exchange: (P - 1)/P of what is exchanged; sequence parallelism by its ring."""
     run = scenario(model=replace(SMALL, layers=2))
-    u1, once, layers = 2 * run.local_tokens * 128, 2 + 2 / 2, 2  # once forward, twice backward: inputs and gradients
-    assert report(run).work.sent == {"exchange": layers * 3 * once * u1 * 3 / 4}
+    u1, kv, layers = 2 * run.local_tokens * 128, 2 / 2, 2
+    forward, backward = 2 + kv, 3 + 2 * kv  # q and out; q, dout and dq; K and V once a block, and their gradients
+    deltas = 4 * run.local_tokens * 8  # fp32, one for each head
+    assert report(run).work.sent == {"exchange": layers * ((forward + backward) * u1 + deltas) * 3 / 4}
+
+
+@pytest.mark.parametrize("tokens", [2**12, 2**14])
+@pytest.mark.parametrize("ulysses", [False, True])
+def test_no_more_bytes_than_ulysses_with_recomputation(tokens, ulysses):
+    """Which exchanges q, k, v and out twice, and their gradients: three times all of it."""
+    run = scenario(model=replace(SMALL, layers=2), tokens=tokens, method="ulysses" if ulysses else "upipe")
+    most = 2 * 3 * (2 + 2 / 2) * 2 * run.local_tokens * 128 * 3 / 4
+    work = report(run).work
+    assert work.sent["exchange"] <= most
+    # one exchange for each stage and direction, forward and backward
+    assert work.collectives == {"exchange": 2 * 4 * len(run.schedule.stages)}
     tp2, tp4 = replace(run, tensor_parallel=2), replace(run, gpus=8, tensor_parallel=4)
     two, four = (report(one).work.sent["tensor parallel"] for one in (tp2, tp4))
     assert four == pytest.approx(1.5 * two, rel=0.01)  # of as many tokens of a group 3/4 leave or come, for 1/2
