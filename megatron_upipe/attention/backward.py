@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from megatron_upipe.attention.delta import as_elements, deltas, out_with_delta
 from megatron_upipe.attention.elementwise import ElementwiseGradient
-from megatron_upipe.attention.forward import stage_sinks
+from megatron_upipe.attention.forward import queries_to_send, stage_sinks
 from megatron_upipe.attention.gradients import InputGradient, WeightGradient, flat
 from megatron_upipe.attention.heads import key_value_rows, projection_columns, query_rows
 from megatron_upipe.attention.input import AttentionInput
@@ -33,6 +33,7 @@ from megatron_upipe.attention.projections import (
     project_keys_values,
     project_queries,
 )
+from megatron_upipe.attention.rotate import rotate
 from megatron_upipe.attention.schedule import Stage
 from megatron_upipe.attention.sinks import sink_gradient
 from megatron_upipe.context.exchange import start_to_heads, start_to_sequence
@@ -158,7 +159,7 @@ class _Backward:
             projected = self.precision.tokens(flat(projected.flatten(2)), forward=False, backward=True)
             self.dproj.write(columns, self.precision.weight_gradient(self.dy, projected, self.dproj.dtype))
         delta = deltas(dout, kept_out)
-        parts = [elementwise.query(raw, None), dout, as_elements(delta, dout.dtype)]
+        parts = [queries_to_send(raw, elementwise), dout, as_elements(delta, dout.dtype)]
         del raw, kept_out, projected, dout, delta
         if stage.begins_block:
             key, value = project_keys_values(self.x, self.weights, stage.block, plan)
@@ -205,12 +206,20 @@ class _Backward:
         stage = current.stage
         if current.dgate is not None:
             self.pending.append((current.dgate.flatten(2), self._rows(stage, GATE)))
-        dq = self.delementwise.through(self.elementwise.query, current.raw, arrived.pop(0).flatten(2, 3))
+        dq = self._before_elementwise(current, arrived.pop(0))
         self.pending.append((dq.flatten(2), self._rows(stage)))
         current.dgate = current.raw = None
         if stage.ends_block:
             self._end_block(current, arrived.pop())
         self._project_back()
+
+    def _before_elementwise(self, current: _Stage, dq: Tensor) -> Tensor:
+        """From the gradient of what was exchanged, [s, b, P, m, d], to that of the projected queries [s, b, U, d]."""
+        if self.elementwise.rotation is None:
+            return self.delementwise.through(self.elementwise.query, current.raw, dq.flatten(2, 3))
+        raw = torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
+        rotate(dq, raw, self.elementwise.rotation, back=True)
+        return raw.flatten(2, 3)
 
     def _end_block(self, current: _Stage, dkv: Tensor) -> None:
         """From the gradient of what all ranks attend [s, b, P, 2c, d] to that of the block's keys and values."""

@@ -18,6 +18,7 @@ from megatron_upipe.attention.kept import DeviceAttention
 from megatron_upipe.attention.pipeline import Finish, run_stages
 from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
 from megatron_upipe.attention.projections import keys_values_by_rank, project_keys_values, project_queries
+from megatron_upipe.attention.rotate import Rotated
 from megatron_upipe.attention.schedule import Stage
 from megatron_upipe.attention.sinks import apply_sinks_
 from megatron_upipe.context.exchange import Arrival, start_to_heads, start_to_sequence
@@ -87,14 +88,19 @@ class _Forward:
 
 def stage_inputs(
     stage: Stage, x: AttentionInput, weights: AttentionWeights, elementwise: Elementwise, plan: AttentionPlan
-) -> list[Tensor]:
+) -> list[Tensor | Rotated]:
     """What a stage attends, as the exchange wants it: its queries [s, b, U, d], and the K and V of the block that it
     begins."""
-    parts = [elementwise.query(project_queries(x, weights, stage, plan), None)]
+    parts = [queries_to_send(project_queries(x, weights, stage, plan), elementwise)]
     if stage.begins_block:
         key, value = project_keys_values(x, weights, stage.block, plan)
         parts.append(keys_values_by_rank(elementwise.key(key, None), value, plan))
     return parts
+
+
+def queries_to_send(raw: Tensor, elementwise: Elementwise) -> Tensor | Rotated:
+    """After norm and RoPE, or to be rotated on the way."""
+    return elementwise.query(raw, None) if elementwise.rotation is None else Rotated(raw, elementwise.rotation)
 
 
 def stage_sinks(sinks: Tensor, stage: Stage, plan: AttentionPlan) -> Tensor:

@@ -25,6 +25,7 @@ from megatron_upipe.attention.function import AttentionCall, UPipeAttentionFunct
 from megatron_upipe.attention.linears import UPipeColumnParallelLinear, given, parameters_of
 from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, Elementwise
 from megatron_upipe.attention.rotary import angles_of_documents, exact_angles, exact_table
+from megatron_upipe.attention.rotate import Rotation, serves
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.attention.sinks_module import SinksOnly
 from megatron_upipe.attention.tensor_parallel import tensor_parallel
@@ -307,7 +308,23 @@ class UPipeSelfAttention(SelfAttention):
             key=key,
             parameters=(*q_parameters, *k_parameters),
             linear=self.q_layernorm is None and self.k_layernorm is None,
+            rotation=self._rotation(angles[0], scale),
         )
+
+    def _rotation(self, angles: Tensor | None, scale: float) -> Rotation | None:
+        """Of queries without norm, where a kernel serves; rounded as Megatron's own, or its fused, RoPE does."""
+        config = self.config
+        if (
+            angles is None
+            or self._kernel_inputs is None
+            or self.q_layernorm is not None
+            or self.k_layernorm is not None
+        ):
+            return None
+        device, dtype, head_dim = self._kernel_inputs
+        if config.rotary_interleaved or not serves(device, dtype, head_dim, angles.shape[-1]):
+            return None
+        return Rotation.of(angles, scale, torch.float32 if config.apply_rope_fusion else dtype)
 
     def _angles(
         self, rotary_pos_emb: Any, segments: Segments, device: torch.device, packed: bool = False

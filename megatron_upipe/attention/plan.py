@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megatron_upipe.attention.rotate import Rotation
 from megatron_upipe.attention.schedule import HeadSchedule
 from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.context.transport import TorchTransport, Transport
@@ -96,3 +97,5 @@ class Elementwise:
     key: Callable[[Tensor, Sequence[Tensor] | None], Tensor]
     parameters: tuple[Tensor, ...] = ()
     linear: bool = False
+    rotation: Rotation | None = None
+    """RoPE of the queries where that is all of ``query``, and a kernel writes it where the exchange packs them."""

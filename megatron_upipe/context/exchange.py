@@ -12,28 +12,40 @@ without a transport (P = 1) they only reorder.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_upipe.context.transport import Transport
 
+
+class Part(Protocol):
+    """Something that is made where it is packed, in the place of a tensor [s, b, P*n, d]."""
+
+    tensor: Tensor
+
+    def write(self, target: Tensor) -> None:
+        """Writes it to ``target`` [P, s, b, n, d]."""
+        ...
+
+
 Arrival = Callable[[], list[Tensor]]
 """Waits for an exchange; what came is owned by the caller. To be called once."""
 
 
-def start_to_heads(parts: list[Tensor], transport: Transport | None, order: Tensor | None = None) -> Arrival:
+def start_to_heads(parts: list[Tensor | Part], transport: Transport | None, order: Tensor | None = None) -> Arrival:
     """Starts to bring each ``[s, b, P*n, d]`` (any strides, n and d of its own) to ``[b, n, L, d]``, contiguous.
 
     Takes the tensors out of ``parts``, so that their memory is free where nobody else holds them.
     """
     p = 1 if transport is None else transport.size
-    shards = [part.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4) for part in parts]  # [P, s, b, n, d]
-    parts.clear()
-    shapes = [shard.shape for shard in shards]
+    shapes = [_by_rank(part if isinstance(part, Tensor) else part.tensor, p).shape for part in parts]
     if transport is None:
-        return lambda: [_in_attention_order(shards.pop(0), order) for _ in shapes]
-    sending = transport.start(_packed(shards))
+        alone = [_by_rank(part, 1) if isinstance(part, Tensor) else _packed([part], shapes[:1]) for part in parts]
+        parts.clear()
+        return lambda: [_in_attention_order(alone.pop(0).view(shape), order) for shape in shapes]
+    sending = transport.start(_packed(parts, shapes))
 
     def arrival() -> list[Tensor]:
         return [_in_attention_order(part, order) for part in _unpacked(sending.wait(), shapes)]
@@ -62,14 +74,22 @@ def start_to_sequence(parts: list[Tensor], transport: Transport | None, order: T
     return arrival
 
 
-def _packed(shards: list[Tensor]) -> Tensor:
-    """``[P, s, b, n, d]`` of each -> one contiguous [P, s, b, sum of n*d]; takes them out of the list."""
-    if len(shards) == 1:
-        shard = shards.pop()
-        return shard.contiguous().flatten(3)
-    send = shards[0].new_empty(*shards[0].shape[:3], sum(shard.shape[3:].numel() for shard in shards))
-    for target in _unpacked(send, [shard.shape for shard in shards]):
-        target.copy_(shards.pop(0))
+def _by_rank(part: Tensor, p: int) -> Tensor:
+    """[s, b, P*n, d] -> view [P, s, b, n, d]."""
+    return part.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4)
+
+
+def _packed(parts: list[Tensor | Part], shapes: list[torch.Size]) -> Tensor:
+    """One contiguous [P, s, b, sum of n*d] of all parts, which are taken out of the list."""
+    like = parts[0] if isinstance(parts[0], Tensor) else parts[0].tensor
+    send = like.new_empty(*shapes[0][:3], sum(shape[3:].numel() for shape in shapes))
+    del like
+    for target in _unpacked(send, shapes):
+        part = parts.pop(0)
+        if isinstance(part, Tensor):
+            target.copy_(_by_rank(part, target.shape[0]))
+        else:
+            part.write(target)
     return send
 
 
