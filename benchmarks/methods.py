@@ -12,6 +12,7 @@ left out; `pip install yunchang deepspeed axolotl-ringmaster transformers` into 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -58,6 +59,16 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    with contextlib.redirect_stdout(sys.stderr):  # where layers say what they do
+        result = measure(args)
+    if dist.get_rank() == 0:
+        print(json.dumps(result) if args.json else text(result))
+        if args.plot:
+            draw(result, Path(args.plot))
+    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     if not on_gpu and args.scope == "layer":  # Megatron's own code needs it; peers do without
         cpu.install(quiet=True)
@@ -96,11 +107,7 @@ def main() -> None:
             if args.profile and "upipe" in name:
                 rows[name]["stage_ms"] = stage_times(one, x, 3)
         result["lengths"].append({"tokens": tokens, "attention_share_of_flops": share, "methods": rows})
-    if dist.get_rank() == 0:
-        print(json.dumps(result) if args.json else text(result))
-        if args.plot:
-            draw(result, Path(args.plot))
-    dist.destroy_process_group()
+    return result
 
 
 def say(line: str) -> None:
