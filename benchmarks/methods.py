@@ -73,6 +73,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if not on_gpu and args.scope == "layer":  # Megatron's own code needs it; peers do without
         cpu.install(quiet=True)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     sizes = candidates.Sizes(args.heads, args.kv_heads, args.head_dim, args.hidden, getattr(torch, args.dtype), device)
     if args.scope == "layer":

@@ -65,7 +65,8 @@ def main() -> None:
         result["over_tokens"][ranks] = {
             name: {q: exponent(args.tokens, row[q]) for q in QUANTITIES} for name, row in methods.items()
         }
-    for name in measured[args.ranks[0]]:
+    everywhere = set.intersection(*(set(methods) for methods in measured.values()))
+    for name in (name for name in args.methods if name in everywhere):
         result["over_ranks"][name] = {
             q: exponent(args.ranks, [measured[ranks][name][q][-1] for ranks in args.ranks]) for q in QUANTITIES
         }

@@ -126,6 +126,7 @@ class _Backward:
     def __init__(self, dy, x, kept, weights, elementwise, plan, needs, segments) -> None:
         schedule = plan.schedule
         self.x, self.dtype, self.transport = x, x.tokens.dtype, plan.transport
+        self.rotation = elementwise.rotation and elementwise.rotation()
         self.kept, self.coming = kept.stages(), None
         self.weights, self.elementwise, self.plan, self.needs = weights, elementwise, plan, needs
         self.precision = plan.precision
@@ -159,7 +160,7 @@ class _Backward:
             projected = self.precision.tokens(flat(projected.flatten(2)), forward=False, backward=True)
             self.dproj.write(columns, self.precision.weight_gradient(self.dy, projected, self.dproj.dtype))
         delta = deltas(dout, kept_out)
-        parts = [queries_to_send(raw, elementwise), dout, as_elements(delta, dout.dtype)]
+        parts = [queries_to_send(raw, elementwise, self.rotation), dout, as_elements(delta, dout.dtype)]
         del raw, kept_out, projected, dout, delta
         if stage.begins_block:
             key, value = project_keys_values(self.x, self.weights, stage.block, plan)
@@ -192,7 +193,8 @@ class _Backward:
         parts = [dq.to(self.dtype)]
         del dq
         block.add_up()  # what the stage before has left on its way around the ring
-        block.rest = lambda: self._add_keys_values(stage, block, *rest())
+        block.rest = partial(self._add_keys_values, stage, block, rest)
+        del rest
         if stage.ends_block or not plan.overlap or plan.groups.ring is None:
             block.add_up()
         if stage.ends_block:
@@ -215,10 +217,10 @@ class _Backward:
 
     def _before_elementwise(self, current: _Stage, dq: Tensor) -> Tensor:
         """From the gradient of what was exchanged, [s, b, P, m, d], to that of the projected queries [s, b, U, d]."""
-        if self.elementwise.rotation is None:
+        if self.rotation is None:
             return self.delementwise.through(self.elementwise.query, current.raw, dq.flatten(2, 3))
         raw = torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
-        rotate(dq, raw, self.elementwise.rotation, back=True)
+        rotate(dq, raw, self.rotation, back=True)
         return raw.flatten(2, 3)
 
     def _end_block(self, current: _Stage, dkv: Tensor) -> None:
@@ -229,6 +231,7 @@ class _Backward:
             dkv = dkv.sum(3, keepdim=True, dtype=accumulation_dtype(self.dtype)).to(self.dtype)
         dkey, dvalue = dkv.squeeze(3).unbind(3)  # [s, b, P/copies, c, d]
         dkey = self.delementwise.through(self.elementwise.key, current.block.raw_key, dkey.flatten(2, 3))
+        current.block.raw_key = None
         dkv = torch.stack((dkey.view(dvalue.shape), dvalue), dim=3)
         rows = partial(key_value_rows, schedule=schedule, block=current.stage.block, head_dim=self.plan.head_dim)
         self.pending.append((dkv.flatten(2), rows))
@@ -243,8 +246,9 @@ class _Backward:
             elementwise=self.delementwise.result(),
         )
 
-    def _add_keys_values(self, stage: Stage, block: _Block, dk: Tensor, dv: Tensor) -> None:
+    def _add_keys_values(self, stage: Stage, block: _Block, rest: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """dK and dV of a block's stages are summed in the precision they come in if those are few, else in fp32."""
+        dk, dv = rest()
         if not stage.begins_block:
             block.dk += dk
             block.dv += dv

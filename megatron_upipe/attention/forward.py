@@ -18,7 +18,7 @@ from megatron_upipe.attention.kept import DeviceAttention
 from megatron_upipe.attention.pipeline import Finish, run_stages
 from megatron_upipe.attention.plan import AttentionPlan, AttentionWeights, Elementwise
 from megatron_upipe.attention.projections import keys_values_by_rank, project_keys_values, project_queries
-from megatron_upipe.attention.rotate import Rotated
+from megatron_upipe.attention.rotate import Rotated, Rotation
 from megatron_upipe.attention.schedule import Stage
 from megatron_upipe.attention.sinks import apply_sinks_
 from megatron_upipe.context.exchange import Arrival, start_to_heads, start_to_sequence
@@ -47,6 +47,7 @@ class _Forward:
     def __init__(self, x, weights, elementwise, plan, segments) -> None:
         self.x, self.weights, self.elementwise, self.plan = x, weights, elementwise, plan
         self.transport = plan.transport
+        self.rotation = elementwise.rotation and elementwise.rotation()
         self.mask = RingMask(segments, plan.causal, plan.window)
         self.order = exchange_order(segments, plan.groups.ring_rank, x.tokens.device)
         s, b, _ = x.tokens.shape
@@ -56,9 +57,14 @@ class _Forward:
 
     @record_function("upipe forward: project and send")
     def bring(self, stage: Stage) -> Arrival:
-        return start_to_heads(
-            stage_inputs(stage, self.x, self.weights, self.elementwise, self.plan), self.transport, self.order
-        )
+        raw = project_queries(self.x, self.weights, stage, self.plan)
+        parts = [queries_to_send(raw, self.elementwise, self.rotation)]
+        del raw
+        if stage.begins_block:
+            key, value = project_keys_values(self.x, self.weights, stage.block, self.plan)
+            parts.append(keys_values_by_rank(self.elementwise.key(key, None), value, self.plan))
+            del key, value
+        return start_to_heads(parts, self.transport, self.order)
 
     @record_function("upipe forward: attention")
     def attend(self, stage: Stage, arrived: list[Tensor]) -> Finish:
@@ -86,21 +92,9 @@ class _Forward:
         return finish
 
 
-def stage_inputs(
-    stage: Stage, x: AttentionInput, weights: AttentionWeights, elementwise: Elementwise, plan: AttentionPlan
-) -> list[Tensor | Rotated]:
-    """What a stage attends, as the exchange wants it: its queries [s, b, U, d], and the K and V of the block that it
-    begins."""
-    parts = [queries_to_send(project_queries(x, weights, stage, plan), elementwise)]
-    if stage.begins_block:
-        key, value = project_keys_values(x, weights, stage.block, plan)
-        parts.append(keys_values_by_rank(elementwise.key(key, None), value, plan))
-    return parts
-
-
-def queries_to_send(raw: Tensor, elementwise: Elementwise) -> Tensor | Rotated:
-    """After norm and RoPE, or to be rotated on the way."""
-    return elementwise.query(raw, None) if elementwise.rotation is None else Rotated(raw, elementwise.rotation)
+def queries_to_send(raw: Tensor, elementwise: Elementwise, rotation: Rotation | None) -> Tensor | Rotated:
+    """[s, b, U, d] after norm and RoPE, or to be rotated on the way."""
+    return elementwise.query(raw, None) if rotation is None else Rotated(raw, rotation)
 
 
 def stage_sinks(sinks: Tensor, stage: Stage, plan: AttentionPlan) -> Tensor:

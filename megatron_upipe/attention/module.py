@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -273,6 +273,10 @@ class UPipeSelfAttention(SelfAttention):
         self.plan = replace(self.plan, kernel=kernel)
         self._given_kernel = True
 
+    def use_overlap(self, on: bool) -> None:
+        """Whether exchanges go on beside attention from now on; the same on all ranks."""
+        self.plan = replace(self.plan, overlap=on)
+
     def _announce_once(self) -> None:
         """Not again at every call: the line is only made when the plan is new."""
         if not self._announced:
@@ -311,7 +315,7 @@ class UPipeSelfAttention(SelfAttention):
             rotation=self._rotation(angles[0], scale),
         )
 
-    def _rotation(self, angles: Tensor | None, scale: float) -> Rotation | None:
+    def _rotation(self, angles: Tensor | None, scale: float) -> Callable[[], Rotation] | None:
         """Of queries without norm, where a kernel serves; rounded as Megatron's own, or its fused, RoPE does."""
         config = self.config
         if (
@@ -324,7 +328,7 @@ class UPipeSelfAttention(SelfAttention):
         device, dtype, head_dim = self._kernel_inputs
         if config.rotary_interleaved or not serves(device, dtype, head_dim, angles.shape[-1]):
             return None
-        return Rotation.of(angles, scale, torch.float32 if config.apply_rope_fusion else dtype)
+        return partial(Rotation.of, angles, scale, torch.float32 if config.apply_rope_fusion else dtype)
 
     def _angles(
         self, rotary_pos_emb: Any, segments: Segments, device: torch.device, packed: bool = False

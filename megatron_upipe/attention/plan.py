@@ -97,5 +97,6 @@ class Elementwise:
     key: Callable[[Tensor, Sequence[Tensor] | None], Tensor]
     parameters: tuple[Tensor, ...] = ()
     linear: bool = False
-    rotation: Rotation | None = None
-    """RoPE of the queries where that is all of ``query``, and a kernel writes it where the exchange packs them."""
+    rotation: Callable[[], Rotation] | None = None
+    """Makes RoPE of the queries for one pass, where that is all of ``query`` and a kernel writes it where the exchange
+    packs them."""

@@ -90,7 +90,6 @@ def serves(device: torch.device, dtype: torch.dtype, head_dim: int, rotated: int
             if not torch.equal(found, wanted):
                 raise RuntimeError("other bits than torch's")
     except Exception as error:  # whatever a compiler may raise: torch serves as well
-        if torch.distributed.get_rank() == 0:
-            print(f"megatron_upipe: RoPE by torch, the Triton kernel does not serve here: {error}", flush=True)
+        print(f"megatron_upipe: RoPE by torch on {device}, the Triton kernel does not serve: {error}", flush=True)
         return False
     return True

@@ -8,7 +8,6 @@ Source: triple-mu/fast-ulysses 0.2.1, ``UlyssesGroup``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -53,11 +52,11 @@ class _FastSending:
     def wait(self) -> Tensor:
         received = self._coming.wait().view(self._shape[0], -1)[:, : self._row]
         self._coming = self._sent = None
-        return received.reshape(self._shape)
+        return received.reshape(self._shape).clone()  # its windows are written to again
 
 
 def refuses(size: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the package cannot serve a Ulysses group of ``size`` ranks; None if it may. The same on all ranks."""
+    """Why the package cannot serve a Ulysses group of ``size`` ranks; None if it may."""
     if device.type != "cuda":
         return f"it needs GPUs, not {device.type}"
     if size > MOST_RANKS:
@@ -78,28 +77,37 @@ def copy_engines(
     """
     if exchange == "nccl" or group is None:
         return None
-    reason = refuses(group.size(), device, dtype)
+    key = group.group_name, device, dtype
+    if key not in _decided:
+        _decided[key] = _decide(group, device, dtype)
+        transport, reason = _decided[key]
+        if transport is None and exchange == "auto" and dist.get_rank() == 0:
+            print(f"megatron_upipe: --upipe-exchange auto is {dist.get_backend(group)}: {reason}", flush=True)
+    transport, reason = _decided[key]
+    if transport is None and exchange == NAME:
+        raise UPipeError(f"--upipe-exchange {NAME}: {reason}; use nccl")
+    return transport
+
+
+# one for all layers: each holds windows in the memory of the GPU
+_decided: dict[tuple, tuple[Transport | None, str | None]] = {}
+
+
+def _decide(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> tuple[Transport | None, str | None]:
+    """A transport, or None and why; the same on all ranks of the group, whatever one of them lacks."""
+    reason = _first_of(group, refuses(group.size(), device, dtype))
+    transport = None
     if reason is None:
         try:
-            return _made(group, device)
+            transport = FastUlysses(group, device)
         except (RuntimeError, ImportError) as error:
             reason = str(error)
-    if exchange == NAME:
-        raise UPipeError(f"--upipe-exchange {NAME}: {reason}; use nccl")
-    return None
+        reason = _first_of(group, reason)
+    return (None, reason) if reason is not None else (transport, None)
 
 
-def _once(make: Callable[[dist.ProcessGroup, torch.device], Transport]) -> Callable[..., Transport]:
-    """One for all layers: each holds windows in the memory of the GPU."""
-    made: dict[tuple, Transport] = {}
-
-    def get(group: dist.ProcessGroup, device: torch.device) -> Transport:
-        key = group.group_name, device
-        if key not in made:
-            made[key] = make(group, device)
-        return made[key]
-
-    return get
-
-
-_made = _once(FastUlysses)
+def _first_of(group: dist.ProcessGroup, reason: str | None) -> str | None:
+    """The first that any rank has."""
+    reasons: list[str | None] = [None] * group.size()
+    dist.all_gather_object(reasons, reason, group=group)
+    return next((one for one in reasons if one is not None), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_upipe.integration import cpu
 
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LONGEST_S = 300  # for a simulation, which takes some seconds
 
 
@@ -23,7 +25,7 @@ def resolve_overlap(args: Namespace) -> str:
     given = args.upipe_overlap or "auto"
     if given != "auto":
         return given
-    if args.context_parallel_size == 1 or not dist.is_initialized():
+    if args.context_parallel_size == 1:
         return "off"
     if cpu.is_installed():
         return "on"
@@ -37,7 +39,8 @@ def resolve_overlap(args: Namespace) -> str:
 
 def _by_simulation(args: Namespace) -> tuple[str, str]:
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
-    return overlap_fits(sys.argv[1:], args.world_size, torch.cuda.device_count(), memory, args.padded_vocab_size)
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    return overlap_fits(sys.argv[1:], args.world_size, of_node, memory, args.padded_vocab_size)
 
 
 def overlap_fits(
@@ -49,12 +52,24 @@ def overlap_fits(
     machine = ["--gpus", str(gpus), "--gpus-per-node", str(gpus_per_node), "--gpu-memory", f"{memory_gib:.2f}"]
     sizes = [] if vocabulary is None else ["--vocab-size", str(vocabulary)]
     command = [sys.executable, "-m", "megatron_upipe.cli", "fit", *machine, *sizes, "--json", "--", *words]
+    # it needs neither a GPU nor these ranks
+    outside = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+        done = subprocess.run(
+            command,
+            env={**outside, "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "off", f"this command line is not simulated ({error})"
+    try:
         peak = json.loads(done.stdout)
-    except (subprocess.TimeoutExpired, ValueError):
-        lines = [] if "done" not in locals() else done.stderr.strip().splitlines()
-        return "off", f"this command line is not simulated ({lines[-1] if lines else 'it took too long'})"
+    except ValueError:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return "off", f"this command line is not simulated ({lines[-1]})"
     needed = f"simulated peak {peak['device_peak_gib']:.1f} GiB of {peak['usable_gib']:.1f}"
     if peak["device_peak_gib"] <= peak["usable_gib"]:
         return "on", needed

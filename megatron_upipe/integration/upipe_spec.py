@@ -185,11 +185,19 @@ def check_layers(args: Namespace, model: list) -> None:
         raise UPipeError(f"{given[0]} needs UPipe's own layer, but the spec builds {foreign[0]}; leave the flag out")
 
 
+def overlap_exchanges(model: list, on: bool) -> None:
+    """In all layers, built before ``--upipe-overlap auto`` was decided."""
+    from megatron_upipe.attention.module import UPipeSelfAttention
+
+    for attention in (m for chunk in model for m in chunk.modules() if isinstance(m, UPipeSelfAttention)):
+        if attention.context_parallel:
+            attention.use_overlap(on)
+
+
 def _with_upipe_config(original: Callable) -> Callable:
     def core_transformer_config_from_args(args: Namespace, config_class: type | None = None) -> Any:
         config = original(args, config_class)
         if wants_upipe(args):
-            args.upipe_overlap = resolve_overlap(args)
             config.upipe = upipe_config(args)
         return config
 
@@ -206,6 +214,8 @@ def _checked(original: Callable) -> Callable:
         settings = get_args()
         if wants_upipe(settings):
             check_layers(settings, result[0])
+            settings.upipe_overlap = resolve_overlap(settings)
+            overlap_exchanges(result[0], settings.upipe_overlap == "on")
             share_gradients_early(result[0])
             if settings.upipe_offload == "host":
                 check_host_memory(settings, result[0])

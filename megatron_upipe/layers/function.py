@@ -164,17 +164,21 @@ class Policy:
     prefetch: str
     frees_input: bool
 
-    def prefetches(self, x: Tensor) -> bool:
+    def prefetches(self, x: Tensor, overlap: bool) -> bool:
         """Whether the next layer's input, as large as ``x``, is fetched during this layer's attention backward."""
         if self.store is None or self.prefetch == "off":
             return False
         if self.prefetch == "on" or x.device.type != "cuda":
             return self.prefetch == "on"
         unused = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
-        return unused + torch.cuda.mem_get_info(x.device)[0] > SPARE_FOR_PREFETCH * x.nbytes
+        return (
+            unused + torch.cuda.mem_get_info(x.device)[0]
+            > (SPARE_FOR_PREFETCH + overlap * SPARE_FOR_OVERLAP) * x.nbytes
+        )
 
 
 SPARE_FOR_PREFETCH = 4  # of a layer's input: the fetched one, and three in which attention backward grows
+SPARE_FOR_OVERLAP = 2  # what one more stage may take
 _chain = Chain()
 
 
@@ -218,7 +222,7 @@ class UPipeLayerFunction(torch.autograd.Function):
         kept = waiting.attention(x)
         wanted = call.split_needs(needs, needs_x)
         dproj_bias, dmlp = call.second_half_gradient(x, kept, dhidden, wanted)
-        if ctx.policy.prefetches(x):
+        if ctx.policy.prefetches(x, call.attention.plan.overlap):
             waiting.prefetch_before()
         attention = attention_backward(
             call.attention.gather(dhidden),

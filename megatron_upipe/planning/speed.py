@@ -103,7 +103,7 @@ def step_time(scenario: Scenario, work: Work, machine: Machine) -> Time:
         "attention": attention,
         "products": gemms,
         "exchange": waited,
-        "ring, not hidden": max(0.0, work.sent.get("ring", 0) / link(p * r * tp) / 1e9 - attention),
+        "ring, not hidden": max(0.0, work.sent.get("ring", 0) / link(p * r * tp) / 1e9 - attention + exchange - waited),
         "tensor parallel": work.sent.get("tensor parallel", 0) / link(tp) / 1e9,
         "inputs fetched": inputs / machine.host_gb_s / 1e9,
         "host copies, not hidden": max(0.0, copies / machine.host_gb_s / 1e9 - computed),

@@ -75,14 +75,19 @@ def _chosen(rank):
         fast_ulysses.copy_engines("fast-ulysses", group, cpu, torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast_ulysses, "refuses", lambda *inputs: None)
+        patch.setattr(fast_ulysses, "_decided", {})
         made = []
-        patch.setattr(fast_ulysses, "_made", lambda group, device: made.append(1) or "engines")
-        assert fast_ulysses.copy_engines("auto", group, cpu, torch.bfloat16) == "engines"
+        patch.setattr(fast_ulysses, "FastUlysses", lambda group, device: made.append(1) or "engines")
+        for _ in range(2):
+            assert fast_ulysses.copy_engines("auto", group, cpu, torch.bfloat16) == "engines"
+        assert len(made) == 1, "one for all layers"
 
         def no_nvlink(group, device):
             raise RuntimeError("GPUs 0 and 1 are not joined by NVLink")
 
-        patch.setattr(fast_ulysses, "_made", no_nvlink)
+        patch.setattr(fast_ulysses, "_decided", {})
+        if rank == 1:  # what one rank lacks, all do without
+            patch.setattr(fast_ulysses, "FastUlysses", no_nvlink)
         assert fast_ulysses.copy_engines("auto", group, cpu, torch.bfloat16) is None
         with pytest.raises(UPipeError, match="not joined by NVLink; use nccl"):
             fast_ulysses.copy_engines("fast-ulysses", group, cpu, torch.bfloat16)

@@ -181,7 +181,7 @@ def test_plan_is_printed_once(folder):
     plans = [line for line in done.stdout.splitlines() if "stages of U" in line]
     assert plans == [
         "megatron_upipe: 8 query and 4 KV heads of size 6 per tensor-parallel rank, 4 stages of U = 2 heads, "
-        "P = 2 (Ulysses) x R = 1 (ring), kernel torch-cpu, rope stock"
+        "P = 2 (Ulysses) x R = 1 (ring), kernel torch-cpu, exchange by gloo, beside attention, rope stock"
     ]
     assert done.stdout.count("--no-create-attention-mask-in-dataloader set") == 1
 

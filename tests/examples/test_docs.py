@@ -16,7 +16,7 @@ def test_tables_made_from_the_code_are_current(capsys):
     spec.loader.exec_module(module)
     assert module.main(["--check"]) == 0, "run .venv/bin/python tools/doc_tables.py"
     table, list_of_refusals = module.flags_table(), module.refusals()
-    assert table.count("| `--upipe-") == 12 and "--upipe-heads-per-stage … is not possible" in list_of_refusals
+    assert table.count("| `--upipe-") == 14 and "--upipe-heads-per-stage … is not possible" in list_of_refusals
 
 
 def test_files_that_documents_name_exist():
