@@ -6,7 +6,7 @@
 Everything runs forward and backward with the same x and weights in one process group (gloo on CPUs, NCCL on GPUs), in
 pairs with the baseline, one after the other; the ratio is the median over the pairs, its interval a bootstrap's. Peak,
 bytes and collectives are those of rank 0, counted from its tensors, weights left out. Peers that are not installed are
-left out; `pip install yunchang deepspeed axolotl-ringmaster transformers` into an environment of their own.
+left out; `DS_BUILD_OPS=0 pip install -r benchmarks/requirements-peers.txt` into an environment of their own.
 """
 
 from __future__ import annotations
