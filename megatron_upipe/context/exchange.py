@@ -1,8 +1,8 @@
 """The exchange: all-to-all between sequence shards and head shards within the Ulysses group.
 
-    sequence shard                    head shard
-    [s, b, P*n, d]   -- to_heads ->   [b, n, L, d]     n heads of each rank, heads rank-major
-                     <- to_sequence --                 L = P*s tokens in attention order (front half, back half)
+    sequence shard                          head shard
+    [s, b, P*n, d]   -- start_to_heads ->   [b, n, L, d]     n heads of each rank, heads rank-major
+                     <- start_to_sequence --                 L = P*s tokens in attention order (front half, back half)
 
 Several tensors of one dtype travel together, in one collective. Where the zigzag begins anew with every document,
 ``order`` [L] says which of the tokens, rank by rank, comes where. All functions are collective over the Ulysses group;
