@@ -18,6 +18,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
         "ruff>=0.6",
+        "matplotlib>=3.8",
     ],
 }
 

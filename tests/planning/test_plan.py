@@ -210,7 +210,6 @@ def test_command(capsys, base):
 
 @pytest.mark.slow
 def test_plot(base, tmp_path):
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "lengths.png"
     assert cli.main([*base, "--plot", str(picture)]) == 0 and picture.stat().st_size > 10000
 

@@ -400,5 +400,4 @@ def test_command(capsys, tmp_path):
     assert cli.main([*base, "--gpu-memory", "6.1"]) == cli.main([*base, "--host-memory", "0.1"]) == 1
     text = capsys.readouterr().out
     assert text.count("(simulated)") == 2 and "DOES NOT FIT in 6.1 GiB" in text and "and 0.1 GiB of a node" in text
-    pytest.importorskip("matplotlib")
     assert cli.main([*base, "--timeline", str(picture)]) == 0 and picture.stat().st_size > 10000
