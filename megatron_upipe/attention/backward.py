@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_upipe.attention.delta import as_elements, deltas, out_with_delta
+from megatron_upipe.attention.delta import as_elements, deltas, from_elements, out_with_delta
 from megatron_upipe.attention.elementwise import ElementwiseGradient
 from megatron_upipe.attention.forward import queries_to_send, stage_sinks
 from megatron_upipe.attention.gradients import InputGradient, WeightGradient, flat
@@ -181,13 +181,14 @@ class _Backward:
     @record_function("upipe backward: attention")
     def attend(self, stage: Stage, current: _Stage) -> Finish:
         plan, block = self.plan, current.block
-        q, dout, lse = current.q, current.dout, current.lse
-        out = out_with_delta(dout, current.delta)
+        q, dout, lse, delta = current.q, current.dout, current.lse, from_elements(current.delta)
         current.q = current.dout = current.lse = current.delta = None
         if self.dsinks is not None:
-            part = sink_gradient(dout, out, lse, stage_sinks(self.weights.sinks, stage, plan).flatten())
+            part = sink_gradient(delta, lse, stage_sinks(self.weights.sinks, stage, plan).flatten())
             target = stage_sinks(self.dsinks, stage, plan)
             target.copy_(part.view(target.shape))
+        out = out_with_delta(dout, delta)
+        del delta
         dq, rest = ring_backward(plan.kernel, dout, q, block.kv, out, lse, self.mask, plan.scale, plan.groups.ring)
         del q, out, dout
         parts = [dq.to(self.dtype)]

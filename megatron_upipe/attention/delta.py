@@ -32,9 +32,13 @@ def as_elements(delta: Tensor, dtype: torch.dtype) -> Tensor:
     return delta.view(dtype)
 
 
+def from_elements(elements: Tensor) -> Tensor:
+    """The reverse, of contiguous ``elements``."""
+    return elements.view(accumulation_dtype(elements.dtype))
+
+
 def out_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
-    """An out [b, n, L, d] whose products with ``dout`` are ``delta``, given as ``as_elements`` made it."""
-    delta = delta.view(accumulation_dtype(dout.dtype))
+    """An out [b, n, L, d] whose products with ``dout`` are ``delta`` [b, n, L, 1], in accumulation dtype."""
     out = torch.empty_like(dout)
     norm = partial(torch.linalg.vector_norm, dim=-1, keepdim=True)
     for rows in _tiles(dout, 2):

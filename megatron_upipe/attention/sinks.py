@@ -22,11 +22,8 @@ def apply_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return total
 
 
-def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient of the ``sinks`` [m] from ``dout``, and out and lse with sinks; in accumulation dtype."""
-    dtype = accumulation_dtype(out.dtype)
-    found = []
-    for head, sink in enumerate(sinks.to(lse.dtype)):
-        rows = (dout[:, head].to(dtype) * out[:, head].to(dtype)).sum(-1)
-        found.append(-(torch.exp(sink - lse[:, head]) * rows).sum())
-    return torch.stack(found)
+def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient of the ``sinks`` [m] from ``delta`` [b, m, L, 1], the products of out and its gradient, and the lse
+    [b, m, L] with sinks; in accumulation dtype."""
+    shares = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    return -(shares * delta.squeeze(-1)).sum((0, 2))

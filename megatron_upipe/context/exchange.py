@@ -40,9 +40,9 @@ def start_to_heads(parts: list[Tensor | Part], transport: Transport | None, orde
     Takes the tensors out of ``parts``, so that their memory is free where nobody else holds them.
     """
     p = 1 if transport is None else transport.size
-    shapes = [_by_rank(part if isinstance(part, Tensor) else part.tensor, p).shape for part in parts]
+    shapes = [_by_rank(_tensor(part), p).shape for part in parts]
     if transport is None:
-        alone = [_by_rank(part, 1) if isinstance(part, Tensor) else _packed([part], shapes[:1]) for part in parts]
+        alone = [_by_rank(part, 1) if part is _tensor(part) else _packed([part], shapes[:1]) for part in parts]
         parts.clear()
         return lambda: [_in_attention_order(alone.pop(0).view(shape), order) for shape in shapes]
     sending = transport.start(_packed(parts, shapes))
@@ -74,6 +74,10 @@ def start_to_sequence(parts: list[Tensor], transport: Transport | None, order: T
     return arrival
 
 
+def _tensor(part: Tensor | Part) -> Tensor:
+    return part if isinstance(part, Tensor) else part.tensor
+
+
 def _by_rank(part: Tensor, p: int) -> Tensor:
     """[s, b, P*n, d] -> view [P, s, b, n, d]."""
     return part.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4)
@@ -81,9 +85,7 @@ def _by_rank(part: Tensor, p: int) -> Tensor:
 
 def _packed(parts: list[Tensor | Part], shapes: list[torch.Size]) -> Tensor:
     """One contiguous [P, s, b, sum of n*d] of all parts, which are taken out of the list."""
-    like = parts[0] if isinstance(parts[0], Tensor) else parts[0].tensor
-    send = like.new_empty(*shapes[0][:3], sum(shape[3:].numel() for shape in shapes))
-    del like
+    send = _tensor(parts[0]).new_empty(*shapes[0][:3], sum(shape[3:].numel() for shape in shapes))
     for target in _unpacked(send, shapes):
         part = parts.pop(0)
         if isinstance(part, Tensor):

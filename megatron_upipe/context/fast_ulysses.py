@@ -77,7 +77,7 @@ def copy_engines(
     """
     if exchange == "nccl" or group is None:
         return None
-    key = group.group_name, device, dtype
+    key = group, device, dtype
     if key not in _decided:
         _decided[key] = _decide(group, device, dtype)
         transport, reason = _decided[key]

@@ -50,13 +50,13 @@ class _Clock:
     """When the last line was, and after which iteration."""
 
     def __init__(self) -> None:
-        self._time, self._iteration = time.perf_counter(), 0
+        self._last: tuple[float, int] | None = None
 
     def seconds(self, iteration: int) -> float | None:
         """Of an iteration since the last call; None the first time, which has the start-up in it."""
-        now, before, (last, self._time) = time.perf_counter(), self._iteration, (self._time, time.perf_counter())
-        self._iteration = iteration
-        return (now - last) / (iteration - before) if 0 < before < iteration else None
+        now, last = (time.perf_counter(), iteration), self._last
+        self._last = now
+        return None if last is None or iteration <= last[1] else (now[0] - last[0]) / (iteration - last[1])
 
 
 _clock = _Clock()

@@ -18,7 +18,7 @@ def there_and_back(dout, out):
     """As the exchange brings them: [s, b, n, d] -> [b, n, L, d]."""
     to_heads = lambda t: t.permute(1, 2, 0, 3).contiguous()  # noqa: E731
     travelling = to_heads(delta.as_elements(delta.deltas(dout, out), dout.dtype))
-    return to_heads(dout), delta.out_with_delta(to_heads(dout), travelling)
+    return to_heads(dout), delta.out_with_delta(to_heads(dout), delta.from_elements(travelling))
 
 
 @pytest.mark.parametrize("tile", [2**22, 64])
