@@ -58,6 +58,7 @@ def end(ranks):
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_killed_rank(tmp_path):
     """The other rank ends, and a restart from the last checkpoint repeats the losses that had come after it."""
     saved, last = tmp_path / "checkpoint", 20

@@ -72,6 +72,7 @@ def test_every_pipeline_stage_knows_the_documents(folder, documents):
     assert_close(train(folder, "pipeline", 4, *flags, *CP2, mock_data=False), wanted)
 
 
+@pytest.mark.slow
 def test_windows_and_sinks_train_as_stock_does(folder, documents):
     """Layers in turn with and without a window, learned sinks."""
     flags = [*MASKED, *documents, *GPT_OSS]
@@ -149,6 +150,7 @@ def conversations(folder):
     return [*flags, "--no-create-attention-mask-in-dataloader"], str(script)
 
 
+@pytest.mark.slow
 def test_sft_trains_as_stock_does(folder, conversations):
     """Conversations are padded for the ranks that share them, and each lies in a zigzag of its own."""
     flags, script = conversations

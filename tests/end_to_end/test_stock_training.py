@@ -32,6 +32,7 @@ def test_trains_and_evaluates(one_rank):
     assert {"validation lm loss 5", "test lm loss 5", "grad norm 5"} <= set(one_rank)
 
 
+@pytest.mark.slow
 def test_tensor_and_sequence_parallel_agree_with_one_rank(folder, one_rank):
     two = train(folder, "tp2", 2, "--tensor-model-parallel-size", "2", "--sequence-parallel")
     assert_close(two, one_rank, 1e-4)
@@ -45,6 +46,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(LAYOUTS, "1 rank, dropout", "data parallel, overlapped"))
 def test_resumed_run_repeats_the_losses_bit_for_bit(folder, name):
     ranks, flags = LAYOUTS[name]

@@ -55,6 +55,7 @@ LAYOUTS = {
 
 
 SLOW = ("exact rope", "Megatron's own loss", "every 2nd input, TP 2 + sequence parallel", "data parallel 2, overlapped")
+SLOW += ("pipeline 2",)
 # with Megatron-FSDP
 SLOW += ("data parallel alone", "2 ranks", "2 ranks, overlapped", "context 2 x data 2", "TP 2 x context 2")
 
@@ -81,6 +82,7 @@ def test_virtual_pipeline_stages_train_as_stock_does(folder):
     assert_close(train(folder, "virtual", 4, *flags, *CP2, "--calculate-per-token-loss"), wanted)
 
 
+@pytest.mark.slow
 def test_fp8_trains_as_16_bits_do(folder):
     """The twin, of products and of attention's forward; losses differ, by no more than FP8's noise."""
     sizes = ["--kv-channels", "16", *CP2, "--bf16", "--upipe-offload", "host", "--upipe-mlp-tile-tokens", "32"]
@@ -93,6 +95,7 @@ def test_fp8_trains_as_16_bits_do(folder):
     assert 1e-5 < max(differences) < 0.01, differences
 
 
+@pytest.mark.slow
 def test_mixture_of_experts_trains_as_stock_does(folder):
     """Load-balancing loss over all shards' tokens, counted once though the layer runs again in backward."""
     experts = [
@@ -135,6 +138,7 @@ def test_megatron_fsdp_trains_as_stock_does(folder, stock, name):
     assert_close(found, stock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", some_slow([False, True], False))
 def test_small_buckets(folder, stock, overlap):
     """Every parameter in a bucket of its own: a weight read past its module's call would be stale."""
@@ -152,6 +156,7 @@ def test_stock_checkpoint_trains_on_under_upipe(folder, stock):
     assert_close(found, stock)
 
 
+@pytest.mark.slow
 def test_upipe_checkpoint_trains_on_under_stock_and_resumes_bit_for_bit(folder, stock):
     saved = folder / "upipe checkpoint"
     reshardable = ["--dist-ckpt-optim-fully-reshardable"]  # Megatron needs it when TP changes
@@ -231,6 +236,7 @@ def made(config):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(["layer", "made"], "layer"))
 def test_a_spec_of_the_users_own(folder, stock, monkeypatch, name):
     """Flags, checks and settings reach a spec made by with_upipe in another module."""

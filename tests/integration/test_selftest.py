@@ -23,6 +23,7 @@ def _run(rank, plan, fault):
         return report.run(plan, **HEADS)
 
 
+@pytest.mark.slow
 def test_passes_and_measures_bandwidth(workers):
     plan = trials(8, 2, 4)
     assert {t.tp for t in plan} == {1, 2} and {t.precision for t in plan} == {"fp64", "bf16"}

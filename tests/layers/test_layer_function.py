@@ -359,6 +359,7 @@ def _hundred(rank):
     return buffers, live_bytes, live.now
 
 
+@pytest.mark.slow
 def test_nothing_grows_in_100_iterations(workers):
     for buffers, live_bytes, at_last in workers.run(2, _hundred):
         assert set(buffers) == {buffers[0]} and buffers[0][2] == 0

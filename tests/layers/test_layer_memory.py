@@ -150,6 +150,7 @@ def _expected_store_bytes(grid, models):
 GRID = replace(BASE, pp=2, micro_batches=4, chunk=30, loss_tile_tokens=24, mlp_tile_tokens=24, layers_per_chunk=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("virtual", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_pipeline_stages_hold_what_the_schedule_explains(workers, virtual):
     """4 micro-batches: with the host store a forward pass in flight leaves less than one layer input on the device."""
@@ -170,6 +171,7 @@ def test_pipeline_stages_hold_what_the_schedule_explains(workers, virtual):
         assert held == expected, "the host store is as large as the user is told before the first step"
 
 
+@pytest.mark.slow
 def test_peak_does_not_grow_with_the_number_of_micro_batches(workers):
     grid = replace(GRID, offload="host", layers_per_chunk=2, checkpoint_every=2, keep_attention=1, chunk=8)
     four, *more = (workers.run(4, _in_flight, replace(grid, micro_batches=n)) for n in (4, 6))

@@ -93,6 +93,7 @@ def test_flags():
     assert "--sft" not in training_flags(scenario())
 
 
+@pytest.mark.slow
 def test_command(capsys):
     base = ["simulate", "--model", "llama3-8b", "--gpus", "8", "--tokens", "1M", "--host-memory", "2000"]
     sizes = []

@@ -80,6 +80,7 @@ def test_fastest_where_memory_is_ample():
     assert planner.fastest(QUANTUM).report.scenario.heads_per_stage == 4  # as fast, in less memory
 
 
+@pytest.mark.slow
 def test_fastest_keeps_what_fits():
     """Between what 1 and 4 layers' attention need, 2 or 3 keep theirs; what the user has chosen stays."""
     base = dict(gpus=4, tokens=4 * QUANTUM, offload="none", sharding="megatron-fsdp")
