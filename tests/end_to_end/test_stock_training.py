@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from end_to_end.training import MODEL, TRAINING, launch, some_slow, train
+from end_to_end.training import MODEL, TRAINING, launch, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +47,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_slow(LAYOUTS, "1 rank, dropout", "data parallel, overlapped"))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_resumed_run_repeats_the_losses_bit_for_bit(folder, name):
     ranks, flags = LAYOUTS[name]
     checkpoint = str(folder / f"checkpoint {name}")

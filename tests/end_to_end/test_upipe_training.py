@@ -139,7 +139,7 @@ def test_megatron_fsdp_trains_as_stock_does(folder, stock, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", some_slow([False, True], False))
+@pytest.mark.parametrize("overlap", [False, True])
 def test_small_buckets(folder, stock, overlap):
     """Every parameter in a bucket of its own: a weight read past its module's call would be stale."""
     flags = ["--overlap-grad-reduce", "--overlap-param-gather"] if overlap else []
@@ -237,7 +237,7 @@ def made(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_slow(["layer", "made"], "layer"))
+@pytest.mark.parametrize("name", ["layer", "made"])
 def test_a_spec_of_the_users_own(folder, stock, monkeypatch, name):
     """Flags, checks and settings reach a spec made by with_upipe in another module."""
     (folder / "my_specs.py").write_text(MY_SPECS)

@@ -151,7 +151,7 @@ GRID = replace(BASE, pp=2, micro_batches=4, chunk=30, loss_tile_tokens=24, mlp_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("virtual", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("virtual", [False, True])
 def test_pipeline_stages_hold_what_the_schedule_explains(workers, virtual):
     """4 micro-batches: with the host store a forward pass in flight leaves less than one layer input on the device."""
     grid = replace(GRID, virtual=virtual)
