@@ -37,5 +37,5 @@ def test_peak_falls_with_heads_per_stage(workers):
     assert peaks[0] > peaks[1] > peaks[2]
     # x, out, dy, dx are full size, the rest quarters: q, out, dout, dq; and k, v with two sets of their gradients
     assert 4 < peaks[2] < 4 + 11 / 4, peaks
-    # what a stage holds of U heads: q, dout, dq and one on its way; the output does not travel, its delta does
+    # those four are what grows with U (keys and values belong to a block); out is the stand-in that its delta gave
     assert 2.5 < peaks[0] - peaks[2] <= 3, peaks
