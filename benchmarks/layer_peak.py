@@ -4,8 +4,7 @@
 
 Two layers run forward and backward; the phases are those of the first one. Counts tensors (see
 ``megatron_upipe.planning.live_bytes``) on rank 0, in units of u1, one [s, b, H*d] tensor; weights, their gradients and
-buffers of the host store are left out. Least of several repeats: gloo lets go of exchanged tensors a little late now
-and then.
+buffers of the host store are left out.
 """
 
 import argparse
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
+from prompt_exchange import prompt_exchanges
 
 from megatron_upipe.integration import cpu
 from megatron_upipe.integration.selftest.layers import SWIGLU
@@ -33,7 +33,6 @@ POLICIES = {
     "input, on the host": dict(keep_attention=0, offload="host"),
 }
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 32, 8, 8, 256, 896  # Llama3-8B's over 16
-REPEATS = 3
 
 
 class Phases:
@@ -79,22 +78,24 @@ def layer_peaks(
     for layer in layers:
         layer.requires_grad_(False)
     start = torch.randn(tokens, 1, hidden, dtype=dtype, requires_grad=True)
-    found = []
-    for _ in range(REPEATS):
-        start.grad = None
-        with LiveBytes() as live:
-            phases = Phases(live)
-            replaced = _replace(phases)
-            x = start * 1
-            for layer in layers:
-                x, _ = layer(x, None)
-            x.mul_(1.0)  # a gradient of its own, as a norm behind the layer leaves it
-            x = x.sum()
-            x.backward()
-        for owner, name, original in replaced:
-            setattr(owner, name, original)
-        found.append(phases.peaks)
-    return {phase: min(f[phase] for f in found) / start.nbytes for phase in PHASES}
+    _step(layers, start)  # makes the buffers of the host store
+    with prompt_exchanges(), LiveBytes() as live:
+        phases = Phases(live)
+        replaced = _replace(phases)
+        _step(layers, start)
+    for owner, name, original in replaced:
+        setattr(owner, name, original)
+    return {phase: peak / start.nbytes for phase, peak in phases.peaks.items()}
+
+
+def _step(layers: list[torch.nn.Module], start: torch.Tensor) -> None:
+    start.grad = None
+    x = start * 1
+    for layer in layers:
+        x, _ = layer(x, None)
+    x.mul_(1.0)  # a gradient of its own, as a norm behind the layer leaves it
+    x = x.sum()  # lets go of the output
+    x.backward()
 
 
 def _replace(phases: Phases) -> list[tuple]:

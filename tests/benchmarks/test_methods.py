@@ -1,10 +1,9 @@
 """The benchmarks run, and what they report is what they saw."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -24,10 +23,8 @@ SIZES = [
 ]
 
 
-def run(script, *flags, ranks=None):
-    start = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, "-W", "ignore", *start, str(ROOT / "benchmarks" / script), *flags, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+def run(script, *flags, ranks=1):
+    done = forked.run(ranks, [str(ROOT / "benchmarks" / script), *flags, "--json"])
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from end_to_end.training import MODEL, TRAINING, launch, some_slow, train
+from end_to_end.training import MODEL, TRAINING, launch, some_slow, torchrun, train
 
 UPIPE = ["--spec", "megatron_upipe.layer_specs", "upipe_layer_spec"]
 CP2 = [*UPIPE, "--context-parallel-size", "2"]
@@ -191,8 +191,8 @@ def test_plan_is_printed_once(folder):
     assert done.stdout.count("--no-create-attention-mask-in-dataloader set") == 1
 
 
-def _refused(*flags):
-    done = launch(2, *MODEL, *TRAINING, *flags)
+def _refused(*flags, start=launch):
+    done = start(2, *MODEL, *TRAINING, *flags)
     assert done.returncode != 0 and "[rank0]" not in done.stderr, done.stderr[-3000:]
     errors = {line for line in done.stderr.splitlines() if line.startswith("megatron_upipe: error")}
     assert len(errors) == 1
@@ -253,4 +253,4 @@ def test_import_error_in_the_spec_module_is_loud(folder, monkeypatch):
     hidden.parent.mkdir()
     hidden.write_text("import sys; sys.modules['megatron_upipe.layers.transformer_layer'] = None\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hidden.parent), os.environ.get("PYTHONPATH", "")]))
-    assert "megatron_upipe.layer_specs cannot be imported" in _refused(*CP2)
+    assert "megatron_upipe.layer_specs cannot be imported" in _refused(*CP2, start=torchrun)
