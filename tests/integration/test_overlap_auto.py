@@ -16,7 +16,7 @@ def test_on_where_the_simulated_peak_fits():
 
 
 def test_off_where_it_does_not():
-    long = [flag if flag != "96" else "16777216" for flag in FLAGS]
+    long = [flag if flag != "96" else "4194304" for flag in FLAGS]
     answer, why = overlap.overlap_fits(long, 2, 2, memory_gib=7.0, vocabulary=512)
     assert answer == "off" and "simulated peak" in why
 

@@ -94,7 +94,7 @@ def test_peak_is_that_of_real_ranks(workers, name):
     [
         dict(),
         pytest.param(dict(offload="none"), marks=pytest.mark.slow),
-        dict(offload="none", keep_attention=3),
+        pytest.param(dict(offload="none", keep_attention=3), marks=pytest.mark.slow),
         pytest.param(dict(checkpoint_every=3), marks=pytest.mark.slow),
     ],
 )
@@ -115,7 +115,7 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", some_slow(LONG, *set(POLICIES) - {"upipe, host", "upipe, every 2nd", "packed"}))
+@pytest.mark.parametrize("name", some_slow(LONG, "packed", *set(POLICIES) - {"upipe, host", "upipe, every 2nd"}))
 def test_long_steps_are_extrapolated_to_the_byte(name):
     run = scenario(**{"tokens": 4 * 1152, **LONG[name]})
     assert run.local_tokens > 4 * run.mlp_tile_tokens
