@@ -34,6 +34,8 @@ BLOCKS = [
     *(f"{name}+recompute" for name in ("deepspeed", "yunchang-ulysses")),
 ]
 
+PROFILED_STEPS = 5
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -49,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--warm-up", type=int, default=2, metavar="PAIRS")
     parser.add_argument("--error-tokens", type=int, default=512, help="length at which errors are measured")
-    parser.add_argument("--profile", action="store_true", help="also where the time of UPipe's stages goes")
+    parser.add_argument("--profile", action="store_true", help="also where the time of stages goes")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", metavar="FILE", help="draw the ratios over the length")
     args = parser.parse_args()
@@ -106,8 +108,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             middle, low, high = ratio(pairs)
             rows[name] = {"ratio": middle, "low": low, "high": high, **traffic(one, x)}
             rows[name]["seconds"] = sorted(b for _, b in pairs)[len(pairs) // 2]
-            if args.profile and "upipe" in name:
-                rows[name]["stage_ms"] = stage_times(one, x, 3)
+            if args.profile and (parts := stage_times(one, x, PROFILED_STEPS)):
+                rows[name]["stage_ms"] = parts
         result["lengths"].append({"tokens": tokens, "attention_share_of_flops": share, "methods": rows})
     return result
 

@@ -124,7 +124,8 @@ def errors(candidate: Candidate, sizes: Sizes, tokens: int) -> dict[str, float]:
 
 
 def stage_times(candidate: Candidate, x: Tensor, steps: int) -> dict[str, float]:
-    """Milliseconds of a step in each of the named parts of UPipe's stages, with what they call. Collective."""
+    """Milliseconds of a step in each of the named parts of stages, with what they call; nothing for methods without
+    stages. Collective."""
     mine = shard(candidate, x)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if x.is_cuda:
@@ -133,4 +134,4 @@ def stage_times(candidate: Candidate, x: Tensor, steps: int) -> dict[str, float]
         seconds = [step(candidate, mine) for _ in range(steps)]
     spent: Callable[[Any], float] = lambda e: e.device_time_total if x.is_cuda else e.cpu_time_total  # noqa: E731
     found = {e.key: spent(e) / 1e3 / steps for e in profile.key_averages() if e.key.startswith("upipe")}
-    return {**found, "whole step, barriers included": 1e3 * statistics.mean(seconds)}
+    return found and {**found, "whole step, barriers included": 1e3 * statistics.mean(seconds)}

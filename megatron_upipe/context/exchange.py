@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron_upipe.context.transport import Transport
 
@@ -83,6 +84,7 @@ def _by_rank(part: Tensor, p: int) -> Tensor:
     return part.unflatten(2, (p, -1)).permute(2, 0, 1, 3, 4)
 
 
+@record_function("upipe exchange: pack")
 def _packed(parts: list[Tensor | Part], shapes: list[torch.Size]) -> Tensor:
     """One contiguous [P, s, b, sum of n*d] of all parts, which are taken out of the list."""
     send = _tensor(parts[0]).new_empty(*shapes[0][:3], sum(shape[3:].numel() for shape in shapes))
@@ -101,6 +103,7 @@ def _unpacked(packed: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     return [part.unflatten(3, shape[3:]) for part, shape in zip(packed.split(widths, 3), shapes, strict=True)]
 
 
+@record_function("upipe exchange: into attention order")
 def _in_attention_order(received: Tensor, order: Tensor | None) -> Tensor:
     """[P, s, b, n, d], rank by rank -> [b, n, L, d]: each half is copied once, to its place."""
     p, s, b, n, d = received.shape
@@ -115,6 +118,7 @@ def _in_attention_order(received: Tensor, order: Tensor | None) -> Tensor:
     return out.view(b, n, p * s, d)
 
 
+@record_function("upipe exchange: from attention order")
 def _from_attention_order(heads: Tensor, target: Tensor, order: Tensor | None) -> None:
     """The reverse, into ``target`` [P, s, b, n, d]."""
     p, s = target.shape[:2]
