@@ -35,6 +35,7 @@ def _serve(connection: Any, rank: int) -> None:
 
     torch.set_num_threads(1)
     cpu.install()
+    gc.freeze()  # what was imported stays: each collection would visit it all
     while True:
         try:
             job = connection.recv()
