@@ -24,6 +24,7 @@ from megatron_upipe.attention.plan import AttentionParameters, AttentionPlan, El
 from megatron_upipe.attention.schedule import head_schedule
 from megatron_upipe.context.groups import ContextGroups
 from megatron_upipe.context.segments import one_document
+from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration.selftest.layers import SWIGLU
 from megatron_upipe.integration.selftest.parity import Case, initialize, make_config
 from megatron_upipe.kernels.select import select_kernel
@@ -58,6 +59,7 @@ class Candidate:
     run: Callable[[Tensor], Tensor]
     positions: Callable[[int], Tensor]
     weights: list[Tensor]
+    note: str = ""
 
 
 def block_candidates(sizes: Sizes, names: list[str]) -> list[Candidate]:
@@ -79,7 +81,9 @@ def block_candidates(sizes: Sizes, names: list[str]) -> list[Candidate]:
                 one = _of_peer(peer, sizes, weights)
             else:
                 one = _of_upipe(method, sizes, weights, "overlap" in extras)
-        except (ImportError, ValueError) as error:
+            if extras and not set(extras) <= ({"recompute"} if method in peers.NAMES else {"recompute", "overlap"}):
+                raise ValueError("+recompute is known, and of this package's own methods +overlap")
+        except (ImportError, ValueError, UPipeError) as error:
             if dist.get_rank() == 0:
                 print(f"{name} is left out: {error}", file=sys.stderr)
             continue
@@ -103,8 +107,8 @@ def _of_upipe(method: str, sizes: Sizes, weights: list[Tensor], overlap: bool) -
     if method not in METHODS:
         raise ValueError(f"there are {', '.join((*METHODS, *peers.NAMES))}")
     p = {"ring": 1, "usp": world // 2}.get(method, world)
-    if method == "usp" and p < 2:
-        raise ValueError(f"USP needs at least 4 ranks, not {world}")
+    if method == "usp" and (p < 2 or world % 2):
+        raise ValueError(f"USP needs an even number of ranks, at least 4, not {world}")
     u = {"upipe": p, "upipe-2p": 2 * p}.get(method, sizes.heads)
     groups = _groups(p, world // p)
     layout = groups.layout
@@ -156,7 +160,7 @@ def _of_peer(peer: peers.Peer, sizes: Sizes, weights: list[Tensor]) -> Candidate
         q, k, v = rows[:, :, :, :g].flatten(2, 3), rows[:, :, :, g].contiguous(), rows[:, :, :, g + 1].contiguous()
         return F.linear(peer.attend(q, k, v).flatten(2), proj)
 
-    return Candidate(peer.name, run, lambda tokens: peer.order(tokens, world).chunk(world)[rank], weights)
+    return Candidate(peer.name, run, lambda tokens: peer.order(tokens, world).chunk(world)[rank], weights, peer.note)
 
 
 LAYERS: dict[str, dict] = {

@@ -17,6 +17,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import candidates
@@ -93,6 +94,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "world": dist.get_world_size(),
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, gloo, {os.cpu_count()} cores",
         "pairs": args.pairs,
+        "notes": {one.name: one.note for one in found if one.note},
         "lengths": [],
     }
     if args.scope == "block":
@@ -107,7 +109,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             pairs = pairs_of(by_name[baseline], one, x, args.pairs, args.warm_up)
             middle, low, high = ratio(pairs)
             rows[name] = {"ratio": middle, "low": low, "high": high, **traffic(one, x)}
-            rows[name]["seconds"] = sorted(b for _, b in pairs)[len(pairs) // 2]
+            rows[name]["baseline_seconds"], rows[name]["seconds"] = (median(of) for of in zip(*pairs, strict=True))
             if args.profile and (parts := stage_times(one, x, PROFILED_STEPS)):
                 rows[name]["stage_ms"] = parts
         result["lengths"].append({"tokens": tokens, "attention_share_of_flops": share, "methods": rows})
@@ -121,26 +123,31 @@ def say(line: str) -> None:
 
 def text(result: dict[str, Any]) -> str:
     lines = [f"{result['scope']}, {result['world']} ranks, {result['device']}, {result['pairs']} pairs"]
+    baseline = result["baseline"]
     for length in result["lengths"]:
         lines += [
             "",
             f"{length['tokens']} tokens, attention {length['attention_share_of_flops']:.0%} of the FLOPs",
             "",
-            f"| method | time / {result['baseline']} (95 %) | seconds | peak MiB | sent MiB | collectives | error |",
-            "|---|---|---|---|---|---|---|",
+            f"| method | time / {baseline} (95 %) | seconds | {baseline} in these pairs | peak MiB | sent MiB "
+            "| collectives | error |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for name, row in length["methods"].items():
             sent = ", ".join(f"{kind} {size / 2**20:.2f}" for kind, size in row["sent_bytes"].items())
             calls = ", ".join(f"{kind} {count}" for kind, count in row["collectives"].items())
             error = max(result["errors"][name].values()) if "errors" in result else None
             lines.append(
-                f"| {name} | {row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f}) | {row['seconds']:.3f} "
+                f"| {name} | {row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f}) "
+                f"| {row['seconds']:.3f} | {row['baseline_seconds']:.3f} "
                 f"| {row['peak_bytes'] / 2**20:.1f} | {sent} | {calls} | {'' if error is None else f'{error:.1e}'} |"
             )
         for name, row in length["methods"].items():
             if "stage_ms" in row:
                 parts = ", ".join(f"{part.removeprefix('upipe ')} {ms:.1f}" for part, ms in row["stage_ms"].items())
                 lines += ["", f"{name}, ms: {parts}"]
+    notes = result["notes"].items()
+    lines += ["", *(f"{name}: {note}" for name, note in notes)] if notes else []
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from candidates import Candidate, Sizes
+from prompt_exchange import prompt_exchanges
 from torch import Tensor
 
 from megatron_upipe.planning.ledger import RECEIVED, Ledger
@@ -83,7 +84,7 @@ def traffic(candidate: Candidate, x: Tensor) -> dict[str, Any]:
     for weight in candidate.weights:
         weight.grad = None
     mine.grad = None
-    with Traffic() as ledger:
+    with prompt_exchanges(), Traffic() as ledger:
         ledger.count(mine)
         candidate.run(mine).mul(1.0).sum().backward()
     dist.barrier()

@@ -8,6 +8,7 @@ Source: triple-mu/fast-ulysses 0.2.1, ``UlyssesGroup``.
 
 from __future__ import annotations
 
+import socket
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_upipe.context.transport import Sending, Transport
+from megatron_upipe.context.transport import Sending, TorchTransport, Transport
 from megatron_upipe.errors import UPipeError
 
 NAME, PACKAGE, MOST_RANKS, ALIGNMENT = "fast-ulysses", "fast_ulysses", 8, 16
@@ -52,7 +53,7 @@ class _FastSending:
     def wait(self) -> Tensor:
         received = self._coming.wait().view(self._shape[0], -1)[:, : self._row]
         self._coming = self._sent = None
-        return received.reshape(self._shape).clone()  # its windows are written to again
+        return received.reshape(self._shape)  # the package has copied it out of its windows
 
 
 def refuses(size: int, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -64,7 +65,7 @@ def refuses(size: int, device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"it does not move {dtype}"
     if find_spec(PACKAGE) is None:
-        return "it is not installed"
+        return "it is not installed (docs/attention.md says which build)"
     return None
 
 
@@ -95,15 +96,43 @@ _decided: dict[tuple, tuple[Transport | None, str | None]] = {}
 
 def _decide(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> tuple[Transport | None, str | None]:
     """A transport, or None and why; the same on all ranks of the group, whatever one of them lacks."""
-    reason = _first_of(group, refuses(group.size(), device, dtype))
-    transport = None
-    if reason is None:
+    transport: Transport | None = None
+
+    def make() -> None:
+        nonlocal transport
+        transport = FastUlysses(group, device)
+
+    for attempt in (
+        lambda: refuses(group.size(), device, dtype),
+        lambda: _several_nodes(group),
+        make,
+        lambda: _fault(transport, group, device, dtype),
+    ):
         try:
-            transport = FastUlysses(group, device)
-        except (RuntimeError, ImportError) as error:
-            reason = str(error)
+            reason = attempt()
+        except Exception as error:  # the others wait for what this rank says
+            reason = f"{type(error).__name__}: {error}"
         reason = _first_of(group, reason)
-    return (None, reason) if reason is not None else (transport, None)
+        if reason is not None:
+            return None, reason
+    return transport, None
+
+
+def _several_nodes(group: dist.ProcessGroup) -> str | None:
+    """The package itself compares numbers of GPUs, which are the same on every node."""
+    hosts: list[str | None] = [None] * group.size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    nodes = len(set(hosts))
+    return None if nodes == 1 else f"it serves one node, and the Ulysses group is on {nodes}"
+
+
+def _fault(transport: Transport, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> str | None:
+    """One exchange beside torch's: its windows are made with the first one."""
+    p, rank = group.size(), group.rank()
+    send = torch.arange(p * 24, device=device).view(p, 24).add(rank).to(dtype)
+    wanted = TorchTransport(group).start(send).wait()
+    found = transport.start(send).wait()
+    return None if torch.equal(found, wanted) else "it brings other bytes than torch.distributed"
 
 
 def _first_of(group: dist.ProcessGroup, reason: str | None) -> str | None:

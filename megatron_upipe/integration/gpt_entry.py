@@ -162,7 +162,8 @@ def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
     if batch.get("cu_seqlens") is None:
         return None
     real = batch["cu_seqlens"].squeeze(0)
-    update_seqlen_stats_from_cu_seqlens(real)  # for the FLOPs in the log
+    if torch.is_grad_enabled():  # for the FLOPs in the log, which are those of training
+        update_seqlen_stats_from_cu_seqlens(real)
     padded = batch.get("cu_seqlens_padded")
     padded = real if padded is None else padded.squeeze(0)
     longest = int(batch["max_seqlen"].item())

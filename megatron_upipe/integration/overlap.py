@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_upipe.integration import cpu
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LONGEST_S = 300  # for a simulation, which takes some seconds
+LONGEST_S = 300  # for a simulation, which takes some seconds; no more than half of what the other ranks wait
 
 
 def resolve_overlap(args: Namespace) -> str:
@@ -25,11 +25,11 @@ def resolve_overlap(args: Namespace) -> str:
     given = args.upipe_overlap or "auto"
     if given != "auto":
         return given
-    if args.context_parallel_size == 1:
-        return "off"
+    if args.context_parallel_size == 1 or _one_stage(args):
+        return "off"  # there is nothing beside which to exchange
     if cpu.is_installed():
         return "on"
-    found = [_by_simulation(args) if dist.get_rank() == 0 else None]
+    found = [_by_simulation(args) if dist.get_rank() == 0 else None]  # whatever happens there, the others wait
     dist.broadcast_object_list(found, src=0)
     answer, why = found[0]
     if dist.get_rank() == 0:
@@ -37,14 +37,28 @@ def resolve_overlap(args: Namespace) -> str:
     return answer
 
 
+def _one_stage(args: Namespace) -> bool:
+    p, _ = args.hierarchical_context_parallel_sizes or (args.context_parallel_size, 1)
+    return (args.upipe_heads_per_stage or p) == args.num_attention_heads // args.tensor_model_parallel_size
+
+
 def _by_simulation(args: Namespace) -> tuple[str, str]:
-    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
-    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
-    return overlap_fits(sys.argv[1:], args.world_size, of_node, memory, args.padded_vocab_size)
+    try:
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
+        of_node = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+        longest = min(LONGEST_S, 30 * args.distributed_timeout_minutes)
+        return overlap_fits(sys.argv[1:], args.world_size, of_node, memory, args.padded_vocab_size, longest)
+    except Exception as error:
+        return "off", f"this command line is not simulated ({type(error).__name__}: {error})"
 
 
 def overlap_fits(
-    words: list[str], gpus: int, gpus_per_node: int, memory_gib: float, vocabulary: int | None
+    words: list[str],
+    gpus: int,
+    gpus_per_node: int,
+    memory_gib: float,
+    vocabulary: int | None,
+    longest_s: float = LONGEST_S,
 ) -> tuple[str, str]:
     """``on`` or ``off`` for a training command line's flags, and why. In a process of its own: a simulation takes the
     place of Megatron's process groups."""
@@ -54,13 +68,14 @@ def overlap_fits(
     command = [sys.executable, "-m", "megatron_upipe.cli", "fit", *machine, *sizes, "--json", "--", *words]
     # it needs neither a GPU nor these ranks
     outside = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    outside["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the same Megatron, which may be the script's
     try:
         done = subprocess.run(
             command,
             env={**outside, "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
-            timeout=LONGEST_S,
+            timeout=longest_s,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,14 +1,14 @@
 """With Megatron's ``--log-throughput``: tokens a second and GPU, and the share of the card's peak (MFU), in the log.
 
 FLOPs are Megatron's own count, which is right at any length: attention's half under the causal mask, by document where
-documents are packed, nothing for recomputation. It knows no ``--window-size``, so with that no MFU is printed. Times
-are those since the last line, not averaged with the first iteration as Megatron's are.
+documents are packed (those of the line's own iteration), nothing for recomputation. It knows no ``--window-size``: with
+that no MFU is printed. Times are those since the last line, without evaluation and checkpoints, and not averaged with
+the first iteration as Megatron's are.
 """
 
 from __future__ import annotations
 
 import inspect
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
@@ -19,7 +19,9 @@ import torch
 # TFLOP/s in bf16 without sparsity, by part of the card's name; of the makers' data sheets
 PEAKS = {
     "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
     "H100": 989.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "GH200": 989.0,
     "A100": 312.0,
@@ -43,7 +45,7 @@ def throughput_line(
         return line
     rate = flops / seconds / gpus / 1e12
     line += f", {rate:,.1f} model TFLOP/s/GPU"
-    return line if peak is None else f"{line}, MFU {rate / peak:.1%}"
+    return line if peak is None else f"{line}, MFU {rate / peak:.1%} of bf16"
 
 
 class _Clock:
@@ -52,9 +54,10 @@ class _Clock:
     def __init__(self) -> None:
         self._last: tuple[float, int] | None = None
 
-    def seconds(self, iteration: int) -> float | None:
-        """Of an iteration since the last call; None the first time, which has the start-up in it."""
-        now, last = (time.perf_counter(), iteration), self._last
+    def seconds(self, trained: float, iteration: int) -> float | None:
+        """Of an iteration since the last call, after so many seconds of training in all; None the first time, which has
+        the start-up in it."""
+        now, last = (trained, iteration), self._last
         self._last = now
         return None if last is None or iteration <= last[1] else (now[0] - last[0]) / (iteration - last[1])
 
@@ -68,7 +71,7 @@ def log_throughput(original: Callable) -> Callable:
 
     @wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
+        from megatron.training import get_args, get_timers
 
         result = original(*args, **kwargs)
         settings = get_args()
@@ -77,7 +80,7 @@ def log_throughput(original: Callable) -> Callable:
         first = given.get("is_first_iteration", False)
         if not settings.log_throughput or (iteration % settings.log_interval and not first):
             return result
-        seconds = _clock.seconds(iteration)
+        seconds = _clock.seconds(get_timers()("interval-time").active_time(), iteration)
         if seconds is not None and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             _print(settings, given, seconds)
         return result

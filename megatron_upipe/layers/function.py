@@ -178,7 +178,7 @@ class Policy:
 
 
 SPARE_FOR_PREFETCH = 4  # of a layer's input: the fetched one, and three in which attention backward grows
-SPARE_FOR_OVERLAP = 2  # what one more stage may take
+SPARE_FOR_OVERLAP = 3  # what one more stage takes: 2, with K and V of another block 2.5
 _chain = Chain()
 
 

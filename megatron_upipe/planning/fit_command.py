@@ -117,7 +117,8 @@ def _check_flags(words: list[str], given: argparse.Namespace) -> None:
         raise UPipeError(f"--micro-batch-size {given.micro_batch_size} is not simulated; the nearest is 1")
     if given.hybrid_layer_pattern:
         raise UPipeError(f"--hybrid-layer-pattern {given.hybrid_layer_pattern}: only GPT models are simulated")
-    for flag in (word for word in words if word.startswith("--upipe-") and word not in (*_KNOWN, *_PASSED_OVER)):
+    ours = (word.partition("=")[0] for word in words if word.startswith("--upipe-"))
+    for flag in (flag for flag in ours if flag not in (*_KNOWN, *_PASSED_OVER)):
         near = difflib.get_close_matches(flag, _KNOWN, n=1, cutoff=0)[0]
         raise UPipeError(f"unknown flag {flag}; the nearest known one is {near}")
     if not given.bf16:

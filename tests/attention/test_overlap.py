@@ -143,7 +143,7 @@ def _on_and_off(rank, name, dtype):
     return len(plan.schedule.stages)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_overlap_gives_the_same_bits_whatever_comes_late(workers, name, dtype):
     _, p, r = CASES[name]

@@ -9,6 +9,7 @@ import pytest
 from composition import runs
 from composition.grids import draw
 from composition.test_composition import check
+from end_to_end.training import some_slow
 
 TOLERANCE = 1e-10
 
@@ -43,8 +44,14 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("parallel", ["context 2", "TP 2 + sequence parallel", "PP 2, 4 micro-batches"])
+EVERYWHERE = ["keep", "input on host", "every 2, kept, on host"]
+SOMEWHERE = [
+    (layout, policy) for layout in ("TP 2 + sequence parallel", "PP 2, 4 micro-batches") for policy in POLICIES
+]
+PAIRS = [("context 2", policy) for policy in POLICIES] + SOMEWHERE
+
+
+@pytest.mark.parametrize(("parallel", "policy"), some_slow(PAIRS, *(p for p in SOMEWHERE if p[1] not in EVERYWHERE)))
 def test_every_policy(workers, parallel, policy):
     check(workers, replace(BASE, **PARALLEL[parallel], **POLICIES[policy]), TOLERANCE)
 

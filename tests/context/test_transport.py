@@ -69,6 +69,14 @@ def test_serves_where_it_can(monkeypatch):
     assert fast_ulysses.refuses(8, CUDA, torch.bfloat16) is None
 
 
+class Wrong(TorchTransport):
+    def __init__(self, group, device=None):
+        super().__init__(group)
+
+    def start(self, send):
+        return super().start(send + 1)
+
+
 def _chosen(rank):
     group, cpu = dist.group.WORLD, torch.device("cpu")
     with pytest.raises(UPipeError, match="--upipe-exchange fast-ulysses: it needs GPUs, not cpu; use nccl"):
@@ -77,20 +85,28 @@ def _chosen(rank):
         patch.setattr(fast_ulysses, "refuses", lambda *inputs: None)
         patch.setattr(fast_ulysses, "_decided", {})
         made = []
-        patch.setattr(fast_ulysses, "FastUlysses", lambda group, device: made.append(1) or "engines")
+        patch.setattr(fast_ulysses, "FastUlysses", lambda group, device: made.append(1) or TorchTransport(group))
         for _ in range(2):
-            assert fast_ulysses.copy_engines("auto", group, cpu, torch.bfloat16) == "engines"
+            assert isinstance(fast_ulysses.copy_engines("auto", group, cpu, torch.bfloat16), TorchTransport)
         assert len(made) == 1, "one for all layers"
+
+        def refused(kind, reason):
+            patch.setattr(fast_ulysses, "_decided", {})
+            if rank == 1:  # what one rank lacks, all do without
+                patch.setattr(fast_ulysses, "FastUlysses", kind)
+            assert fast_ulysses.copy_engines("auto", group, cpu, torch.bfloat16) is None
+            with pytest.raises(UPipeError, match=f"{reason}; use nccl"):
+                fast_ulysses.copy_engines("fast-ulysses", group, cpu, torch.bfloat16)
 
         def no_nvlink(group, device):
             raise RuntimeError("GPUs 0 and 1 are not joined by NVLink")
 
-        patch.setattr(fast_ulysses, "_decided", {})
-        if rank == 1:  # what one rank lacks, all do without
-            patch.setattr(fast_ulysses, "FastUlysses", no_nvlink)
-        assert fast_ulysses.copy_engines("auto", group, cpu, torch.bfloat16) is None
-        with pytest.raises(UPipeError, match="not joined by NVLink; use nccl"):
-            fast_ulysses.copy_engines("fast-ulysses", group, cpu, torch.bfloat16)
+        refused(no_nvlink, "not joined by NVLink")
+        patch.setattr(fast_ulysses, "FastUlysses", lambda group, device: Wrong(group))
+        refused(Wrong, "it brings other bytes than torch.distributed")
+        patch.setattr(fast_ulysses, "FastUlysses", lambda group, device: TorchTransport(group))
+        patch.setattr(fast_ulysses.socket, "gethostname", lambda: f"node{rank}")
+        refused(lambda group, device: TorchTransport(group), "it serves one node, and the Ulysses group is on 2")
     assert fast_ulysses.copy_engines("nccl", group, cpu, torch.bfloat16) is None
     return fast_ulysses.copy_engines("auto", group, cpu, torch.bfloat16) is None
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from end_to_end.training import MODEL, TRAINING, torchrun, train
+from end_to_end.training import MODEL, TRAINING, launch, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,8 +58,8 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(folder, name):
     assert resumed == {key: straight[key] for key in resumed}
 
 
-def test_refusal_is_one_sentence_under_torchrun():
-    done = torchrun(2, *MODEL, *TRAINING, "--transformer-impl", "transformer_engine")
+def test_refusal_is_one_sentence():
+    done = launch(2, *MODEL, *TRAINING, "--transformer-impl", "transformer_engine")
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("megatron_upipe: error")]
     assert ours == ["megatron_upipe: error: --transformer-impl transformer_engine needs a GPU; on a CPU it is local"]

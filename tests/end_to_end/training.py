@@ -74,4 +74,6 @@ def train(
 
 def some_slow(values: Iterable[Any], *slow: Any) -> list[Any]:
     """For ``parametrize``: of the ``values`` those that others cover in part are left to ``make test-slow``."""
-    return [pytest.param(value, marks=pytest.mark.slow) if value in slow else value for value in values]
+    several = [value if isinstance(value, tuple) else (value,) for value in values]
+    marked = [value if isinstance(value, tuple) else (value,) for value in slow]
+    return [pytest.param(*value, marks=pytest.mark.slow if value in marked else ()) for value in several]

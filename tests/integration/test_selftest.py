@@ -56,6 +56,7 @@ def test_trials_cover_the_models_and_refuse_the_rest():
         trials(8, 2, 1)
 
 
+@pytest.mark.slow
 def test_command_line(capsys):
     command = [sys.executable, "-m", "megatron_upipe.cli", "selftest", "--cpu-ranks", "2", "--heads", "4"]
     command += ["--head-dim", "8"]

@@ -48,6 +48,7 @@ def test_attention_costs_what_its_documents_do():
     assert packed.device_peak - whole.device_peak == pytest.approx(more, abs=100)
 
 
+@pytest.mark.slow
 def test_of_uneven_ranks_the_busiest_counts():
     """One document in the last half of the sequence: under one zigzag the ring rank of the middle has most of it."""
     layout = SequenceLayout(1, 2)

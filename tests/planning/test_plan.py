@@ -71,6 +71,7 @@ def test_longest_on_the_device_alone():
     assert longest.offload == "none" and planner.fastest(longest.tokens).report.host == 0
 
 
+@pytest.mark.slow
 def test_fastest_where_memory_is_ample():
     choice = search(10**6)[0].fastest(QUANTUM)
     found = choice.report.scenario
@@ -228,7 +229,9 @@ def test_plot(base, tmp_path):
         (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png is not a picture in an existing folder"),
         (["--constants", "/nowhere.json"], "--constants /nowhere.json cannot be read"),
         (["--gpus", "8", "--tokens", "much"], "--tokens much is not a number"),
-        (["--gpu-memory", "14"], "--gpus 8 do not hold llama3-8b: 64K tokens need 2"),
+        pytest.param(
+            *(["--gpu-memory", "14"], "--gpus 8 do not hold llama3-8b: 64K tokens need 2"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_impossible_requests_are_one_sentence(capsys, given, message):

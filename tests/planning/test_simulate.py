@@ -78,7 +78,7 @@ def _real(rank, changes, layers, wanted):
         registry.undo("simulation")
 
 
-@pytest.mark.parametrize("name", some_slow(POLICIES, *set(POLICIES) - {"upipe, host", "usp, upipe", "TP 2"}))
+@pytest.mark.parametrize("name", some_slow(POLICIES, *set(POLICIES) - {"upipe, host", "usp, upipe"}))
 def test_peak_is_that_of_real_ranks(workers, name):
     step = simulate_step(scenario(**POLICIES[name]), 3)
     wanted = max(step.peaks.values())
@@ -115,7 +115,9 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", some_slow(LONG, "packed", *set(POLICIES) - {"upipe, host", "upipe, every 2nd"}))
+@pytest.mark.parametrize(
+    "name", some_slow(LONG, "packed", "packed, one zigzag", *set(POLICIES) - {"upipe, host", "upipe, every 2nd"})
+)
 def test_long_steps_are_extrapolated_to_the_byte(name):
     run = scenario(**{"tokens": 4 * 1152, **LONG[name]})
     assert run.local_tokens > 4 * run.mlp_tile_tokens
@@ -141,7 +143,10 @@ def test_runs_and_traffic():
     assert set(keep.sent) == {"exchange"} and set(simulate_step(scenario(method="ring"), 2).sent) == {"ring"}
 
 
-@pytest.mark.parametrize("changes", [dict(keep_attention=1), dict(keep_attention=3, checkpoint_every=4)])
+@pytest.mark.parametrize(
+    "changes",
+    [dict(keep_attention=1), pytest.param(dict(keep_attention=3, checkpoint_every=4), marks=pytest.mark.slow)],
+)
 def test_work_of_mixed_layers(changes):
     """Interpolated between all and none; the whole model has exactly that."""
     run = scenario(**changes, sharding="ddp")
