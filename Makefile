@@ -17,11 +17,11 @@ SEED ?= 0
 
 help:
 	@echo "make demo       train a small Llama on real text with Megatron-LM's own training loop, on this machine's CPUs"
-	@echo "make test       the test suite (some 20 minutes on 2 cores)"
+	@echo "make test       the test suite (13 minutes on 2 cores)"
 	@echo "make test-018   the tests that touch Megatron-LM, on megatron-core 0.18 beside 0.19 (12 minutes)"
 	@echo "make test-examples  examples/ and docs/ in their tiny forms, Hugging Face weights included (4 minutes)"
 	@echo "make test-slurm launch, requeue and lost ranks on a real Slurm, which it installs (Debian, root; 5 minutes)"
-	@echo "make test-slow  further training runs, simulations, and a rank that hangs (some 20 minutes)"
+	@echo "make test-slow  further training runs, simulations, and a rank that hangs (half an hour)"
 	@echo "make test-te    calls of TransformerEngine against its real functions, no GPU needed (compiles it once, 10 minutes)"
 	@echo "make fuzz       GRIDS=200 random compositions against the unsharded stock run, from SEED=0"
 	@echo "make lint       ruff"
