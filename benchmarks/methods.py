@@ -35,7 +35,7 @@ BLOCKS = [
     *(f"{name}+recompute" for name in ("deepspeed", "yunchang-ulysses")),
 ]
 
-PROFILED_STEPS = 5
+PROFILED_STEPS = 15
 
 
 def parse() -> argparse.Namespace:
@@ -110,8 +110,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             middle, low, high = ratio(pairs)
             rows[name] = {"ratio": middle, "low": low, "high": high, **traffic(one, x)}
             rows[name]["baseline_seconds"], rows[name]["seconds"] = (median(of) for of in zip(*pairs, strict=True))
-            if args.profile and (parts := stage_times(one, x, PROFILED_STEPS)):
-                rows[name]["stage_ms"] = parts
+            if args.profile:
+                rows[name]["baseline_ms"], rows[name]["stage_ms"] = stage_times(
+                    by_name[baseline], one, x, PROFILED_STEPS
+                )
         result["lengths"].append({"tokens": tokens, "attention_share_of_flops": share, "methods": rows})
     return result
 
@@ -143,9 +145,13 @@ def text(result: dict[str, Any]) -> str:
                 f"| {row['peak_bytes'] / 2**20:.1f} | {sent} | {calls} | {'' if error is None else f'{error:.1e}'} |"
             )
         for name, row in length["methods"].items():
-            if "stage_ms" in row:
-                parts = ", ".join(f"{part.removeprefix('upipe ')} {ms:.1f}" for part, ms in row["stage_ms"].items())
-                lines += ["", f"{name}, ms: {parts}"]
+            if len(row.get("stage_ms", [])) > 1:
+                lines += ["", f"| ms of a step | {name} | {baseline} by turns |", "|---|---|---|"]
+                for part, ms in row["stage_ms"].items():
+                    theirs = row["baseline_ms"].get(part)
+                    lines.append(
+                        f"| {part.removeprefix('upipe ')} | {ms:.1f} | {'' if theirs is None else f'{theirs:.1f}'} |"
+                    )
     notes = result["notes"].items()
     lines += ["", *(f"{name}: {note}" for name, note in notes)] if notes else []
     return "\n".join(lines)

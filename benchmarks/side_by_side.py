@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -124,15 +125,25 @@ def errors(candidate: Candidate, sizes: Sizes, tokens: int) -> dict[str, float]:
     return dict(zip(("y", "dx", "linear_qkv", "linear_proj"), total.tolist(), strict=True))
 
 
-def stage_times(candidate: Candidate, x: Tensor, steps: int) -> dict[str, float]:
-    """Milliseconds of a step in each of the named parts of stages, with what they call; nothing for methods without
-    stages. Collective."""
-    mine = shard(candidate, x)
+WHOLE = "whole step, barriers included"
+
+
+def stage_times(a: Candidate, b: Candidate, x: Tensor, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds of a step of each in the named parts of its stages, with what they call; both profiled by turns.
+    Methods without stages have only the whole. Collective."""
+    shards = shard(a, x), shard(b, x)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if x.is_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        seconds = [step(candidate, mine) for _ in range(steps)]
     spent: Callable[[Any], float] = lambda e: e.device_time_total if x.is_cuda else e.cpu_time_total  # noqa: E731
-    found = {e.key: spent(e) / 1e3 / steps for e in profile.key_averages() if e.key.startswith("upipe")}
-    return found and {**found, "whole step, barriers included": 1e3 * statistics.mean(seconds)}
+    found: tuple[dict[str, list[float]], ...] = (defaultdict(list), defaultdict(list))
+    for _ in range(steps):
+        for candidate, mine, parts in zip((a, b), shards, found, strict=True):
+            with torch.profiler.profile(activities=activities) as profile:
+                seconds = step(candidate, mine)
+            for event in profile.key_averages():
+                if event.key.startswith("upipe"):
+                    parts[event.key].append(spent(event) / 1e3)
+            parts[WHOLE].append(1e3 * seconds)
+    first, second = ({part: statistics.median(ms) for part, ms in parts.items()} for parts in found)
+    return first, second

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_upipe.context.transport import Transport
+from megatron_upipe.context.transport import Sending, Transport
 
 
 class Part(Protocol):
@@ -49,7 +49,7 @@ def start_to_heads(parts: list[Tensor | Part], transport: Transport | None, orde
     sending = transport.start(_packed(parts, shapes))
 
     def arrival() -> list[Tensor]:
-        return [_in_attention_order(part, order) for part in _unpacked(sending.wait(), shapes)]
+        return [_in_attention_order(part, order) for part in _unpacked(_arrived(sending), shapes)]
 
     return arrival
 
@@ -67,12 +67,17 @@ def start_to_sequence(parts: list[Tensor], transport: Transport | None, order: T
     sending = None if transport is None else transport.start(send)
 
     def arrival() -> list[Tensor]:
-        received = send_alone.pop() if sending is None else sending.wait()
+        received = send_alone.pop() if sending is None else _arrived(sending)
         return [part.permute(1, 2, 0, 3, 4) for part in _unpacked(received, shapes)]
 
     send_alone = [send] if sending is None else []
     del send
     return arrival
+
+
+@record_function("upipe exchange: wait")
+def _arrived(sending: Sending) -> Tensor:
+    return sending.wait()
 
 
 def _tensor(part: Tensor | Part) -> Tensor:
