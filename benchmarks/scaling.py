@@ -80,6 +80,8 @@ def text(args: argparse.Namespace, result: dict[str, Any]) -> str:
     lines += ["| ranks | method | seconds | peak | bytes sent |", "|---|---|---|---|---|"]
     for ranks, methods in result["over_tokens"].items():
         lines += [f"| {ranks} | {name} | {_shown(row)} |" for name, row in methods.items()]
+    if len(args.ranks) < 2:
+        return "\n".join(lines)
     lines += ["", f"over {', '.join(map(str, args.ranks))} ranks, at {args.tokens[-1]} tokens", ""]
     lines += ["| method | seconds | peak | bytes sent |", "|---|---|---|---|"]
     lines += [f"| {name} | {_shown(row)} |" for name, row in result["over_ranks"].items()]
