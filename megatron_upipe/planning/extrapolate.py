@@ -7,6 +7,7 @@ largest of many lines: one for each chain of calls that makes tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -16,12 +17,13 @@ from megatron_upipe.planning.documents import most_pairs, shrink
 from megatron_upipe.planning.scenario import Scenario
 from megatron_upipe.planning.simulate import Step, simulate_step
 
-SHORT = 2, 3  # in tiles of the MLP; a single one would be another case
+SHORT = 2, 3  # in units; a single tile would be another case
+LONGEST_UNIT = 4  # of the larger tiles
 
 
 def step_at(scenario: Scenario, layers: int) -> Step:
     """``simulate_step`` of the scenario; where that is long, from two short ones, without a timeline."""
-    lengths = [tiles * _unit(scenario) for tiles in SHORT]
+    lengths = [tiles * unit_of(scenario) for tiles in SHORT]
     if scenario.local_tokens <= lengths[-1]:
         return _step(scenario.normalised(layers), layers)
     first, second = (_step(_shortened(scenario.normalised(layers), length), layers) for length in lengths)
@@ -30,10 +32,13 @@ def step_at(scenario: Scenario, layers: int) -> Step:
     return _line(first, second, t, most_pairs(scenario.segments) / most_pairs(short.segments))
 
 
-def _unit(scenario: Scenario) -> int:
+def unit_of(scenario: Scenario) -> int:
     """Tokens of a rank in whole tiles of the MLP and the loss, and in even shards."""
-    tile = max(scenario.mlp_tile_tokens, scenario.loss_tile_tokens, 2)
-    return -(-tile // 2) * 2
+    tiles = [max(tokens, 1) for tokens in (scenario.mlp_tile_tokens, scenario.loss_tile_tokens)]
+    whole = math.lcm(*tiles, 2)
+    if whole <= LONGEST_UNIT * max(tiles):
+        return whole
+    return -(-max(tiles) // 2) * 2  # sizes that do not suit each other: the count of the smaller tiles is a little off
 
 
 def _shortened(scenario: Scenario, length: int) -> Scenario:
