@@ -79,6 +79,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
+    check_lengths(args)
     sizes = candidates.Sizes(args.heads, args.kv_heads, args.head_dim, args.hidden, getattr(torch, args.dtype), device)
     if args.scope == "layer":
         found = candidates.layer_candidates(sizes, args.methods or list(candidates.LAYERS))
@@ -116,6 +117,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 )
         result["lengths"].append({"tokens": tokens, "attention_share_of_flops": share, "methods": rows})
     return result
+
+
+def check_lengths(args: argparse.Namespace) -> None:
+    """Every rank holds two chunks of one size. Ends the process with one sentence."""
+    unit = 2 * dist.get_world_size()
+    for flag, lengths in (("--tokens", args.tokens), ("--error-tokens", [args.error_tokens])):
+        for tokens in lengths:
+            if tokens < unit or tokens % unit:
+                nearest = max(1, round(tokens / unit)) * unit
+                raise SystemExit(
+                    f"{flag} {tokens} is not a multiple of 2 x {unit // 2} ranks; the nearest is {nearest}"
+                )
 
 
 def say(line: str) -> None:

@@ -34,7 +34,8 @@ class Done:
 
     @property
     def returncode(self) -> int:
-        return next((status for status in self.statuses if status != 0), 0)
+        failed = [status for status in self.statuses if status != 0]
+        return next((status for status in failed if status != -signal.SIGTERM), failed[0] if failed else 0)
 
 
 _server: subprocess.Popen | None = None

@@ -67,6 +67,25 @@ def test_layers_side_by_side():
     assert rows["upipe+keep"]["sent_bytes"]["exchange"] < rows["ulysses+recompute"]["sent_bytes"]["exchange"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokens", "258"], "--tokens 258 is not a multiple of 2 x 2 ranks; the nearest is 256"),
+        (
+            ["--tokens", "64", "--error-tokens", "3"],
+            "--error-tokens 3 is not a multiple of 2 x 2 ranks; the nearest is 4",
+        ),
+        (
+            ["--tokens", "64", "--baseline", "usp", "--methods", "upipe"],
+            "--baseline usp is not among the methods upipe",
+        ),
+    ],
+)
+def test_refused_in_one_sentence(flags, message):
+    done = forked.run(2, [str(ROOT / "benchmarks" / "methods.py"), *flags])
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_scaling_fits_exponents():
     flags = ["--tokens", "128", "256", "--ranks", "2", "--methods", "ulysses", "upipe", "--pairs", "1"]
