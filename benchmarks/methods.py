@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from side_by_side import errors, pairs_of, ratio, stage_times, traffic
 
+from megatron_upipe.errors import UPipeError
 from megatron_upipe.integration import cpu
 from megatron_upipe.planning.plots import check_folder
 
@@ -56,7 +57,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", metavar="FILE", help="draw the ratios over the length")
     args = parser.parse_args()
-    check_folder("--plot", args.plot)
+    try:
+        check_folder("--plot", args.plot)
+    except UPipeError as error:
+        parser.error(str(error))
+    if args.pairs < 1:
+        parser.error(f"--pairs {args.pairs} is too few; the least is 1")
+    for name in args.methods or [] if args.scope == "layer" else []:
+        if name not in candidates.LAYERS:
+            parser.error(f"--methods {name}: there are layers {', '.join(candidates.LAYERS)}")
     return args
 
 
