@@ -76,13 +76,13 @@ def block_candidates(sizes: Sizes, names: list[str]) -> list[Candidate]:
     for name in names:
         method, *extras = name.split("+")
         try:
+            if not set(extras) <= ({"recompute"} if method in peers.NAMES else {"recompute", "overlap"}):
+                raise ValueError("+recompute is known, and of this package's own methods +overlap")
             if method in peers.NAMES:
                 (peer,) = peers.peers([method], sizes.heads, sizes.kv_heads, sizes.device.type)
                 one = _of_peer(peer, sizes, weights)
             else:
                 one = _of_upipe(method, sizes, weights, "overlap" in extras)
-            if extras and not set(extras) <= ({"recompute"} if method in peers.NAMES else {"recompute", "overlap"}):
-                raise ValueError("+recompute is known, and of this package's own methods +overlap")
         except (ImportError, ValueError, UPipeError) as error:
             if dist.get_rank() == 0:
                 print(f"{name} is left out: {error}", file=sys.stderr)
@@ -181,8 +181,6 @@ def layer_candidates(sizes: Sizes, names: list[str]) -> list[Candidate]:
     groups, context = ProcessGroupCollection.use_mpu_process_groups(), _groups(world, 1)
     found = []
     for name in names:
-        if name not in LAYERS:
-            raise ValueError(f"there are layers {', '.join(LAYERS)}")
         case = Case(
             sizes.heads,
             sizes.kv_heads,

@@ -63,9 +63,9 @@ def parse() -> argparse.Namespace:
         parser.error(str(error))
     if args.pairs < 1:
         parser.error(f"--pairs {args.pairs} is too few; the least is 1")
-    for name in args.methods or [] if args.scope == "layer" else []:
-        if name not in candidates.LAYERS:
-            parser.error(f"--methods {name}: there are layers {', '.join(candidates.LAYERS)}")
+    unknown = set(args.methods or []) - set(candidates.LAYERS)
+    if args.scope == "layer" and unknown:
+        parser.error(f"--methods {min(unknown)}: there are layers {', '.join(candidates.LAYERS)}")
     return args
 
 
